@@ -459,9 +459,10 @@ impl Strategy for Zero {
     }
 
     fn set_grads(&mut self, module: &dyn Module, grads: &[(String, Tensor)]) -> Result<()> {
-        // parts of several ranks come from `load_grad`, before this
-        if self.peers().is_none()
-            && let Some(mut reducer) = self.reducer()
+        // shards come from `load_grad`, before this
+        if let Some(mut reducer) = self.reducer()
+            && !std::mem::take(&mut reducer.has_loaded_grads)
+            && self.peers().is_none()
         {
             reducer.units.iter_mut().try_for_each(Unit::drop_grads)?;
         }

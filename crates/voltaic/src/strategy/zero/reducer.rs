@@ -61,6 +61,8 @@ pub(super) struct Reducer {
     votes: Option<Votes>,
     /// Why a hook failed.
     pub failure: Option<Error>,
+    /// Gradients of a checkpoint have been loaded that [`Strategy::set_grads`](crate::strategy::Strategy::set_grads) has to keep.
+    pub has_loaded_grads: bool,
     /// In which order units are needed.
     pub order: Order,
     /// What has been gathered since ranks last compared.
@@ -122,6 +124,7 @@ impl Reducer {
             own_backward: None,
             votes: None,
             failure: None,
+            has_loaded_grads: false,
             order: Order::default(),
             gathered: Gathered::default(),
             whole_grads: 0,
