@@ -10,7 +10,7 @@
 //! for epoch in 0..3 {
 //!     for batch in loader.epoch(epoch)? {
 //!         let (x, y) = batch?;
-//!         let loss = fabric.forward(&net, |net| cross_entropy(&net.call(&x)?, &y))?;
+//!         let loss = fabric.forward(&net, |net| Ok(cross_entropy(&net.call(&x)?, &y)?))?;
 //!         fabric.backward(&net, &loss)?;
 //!         fabric.step(&mut optimizer)?;
 //!         optimizer.zero_grad()?;
