@@ -1,6 +1,8 @@
 //! Training with the kernels: what a graph replays and an emulated HPU computes is the same to the bit, and close to
 //! float64, which the kernels leave alone.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 use voltaic::data::{DataLoader, Dataset, Loaders, StdRng};
@@ -8,14 +10,20 @@ use voltaic::ffi;
 use voltaic::models::{Classifier, ConvNet, ConvNetConfig, Gpt, GptConfig};
 use voltaic::module::LightningModule;
 use voltaic::nn::ModuleExt;
-use voltaic::trainer::GraphMode;
-use voltaic::trainer::seed_everything;
+use voltaic::trainer::{GraphMode, seed_everything};
 
 use crate::compare::assert_same;
 use crate::silent::silent;
 use crate::{assert_close, install};
 
 const STEPS: u64 = 4;
+
+/// Weights are drawn from the generator of the process.
+static GENERATOR: Mutex<()> = Mutex::new(());
+
+fn drawing_alone() -> MutexGuard<'static, ()> {
+    GENERATOR.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Batches that follow from their number.
 struct Made(fn(f64) -> (Tensor, Tensor));
@@ -94,6 +102,7 @@ where
 
 #[test]
 fn devices_and_graphs_agree_to_the_bit() {
+    let _generator = drawing_alone();
     let convolutional = || {
         seed_everything(12).unwrap();
         Classifier::new(ConvNet::new(ConvNetConfig::default()).unwrap())
@@ -116,6 +125,7 @@ fn devices_and_graphs_agree_to_the_bit() {
 
 #[test]
 fn a_trained_network_is_close_to_float64() {
+    let _generator = drawing_alone();
     ffi::manual_seed(0).unwrap();
     let exact = train(small_gpt(), text, ["cpu", "64-true"], GraphMode::Off);
     let trained = train(small_gpt(), text, ["cpu", "32-true"], GraphMode::Off);
