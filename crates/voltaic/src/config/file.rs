@@ -59,7 +59,7 @@ pub(crate) fn read_file_or_pipe(path: &Path, limit: u64, patience: PipeLimits) -
 /// A pipe that was opened without waiting.
 struct Pipe {
     file: File,
-    /// Nobody has written to it yet.
+    /// No writer has opened the pipe, or has written to it, yet.
     awaits_writer: bool,
     patience: PipeLimits,
     /// When there was something to read last.

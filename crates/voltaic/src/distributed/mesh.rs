@@ -1,7 +1,7 @@
 //! The ranks of a run as a device mesh: over which of them data is split, states are sharded, layers and tensors are divided.
 //!
 //! [`ParallelDims`] says how many ranks there are along each dimension. [`DeviceMesh`] has this rank's place along each, and the
-//! process group of the ranks that differ from it in this dimension only. Whoever reduces names the dimension:
+//! process group of the ranks that differ from it in this dimension only. Code that reduces names the dimension:
 //!
 //! ```no_run
 //! # use voltaic::distributed::{ParallelDims, ReduceOp, World};
@@ -194,13 +194,11 @@ impl DeviceMesh {
         Ok(Self { dims, pp, dp, dp_replicate, dp_shard, tp: along(&[TP])? })
     }
 
-    /// Process groups of the mesh, each once, besides the one of all ranks.
-    pub(super) fn split_groups(&self) -> impl Iterator<Item = &Arc<ProcessGroup>> {
-        let all: usize = self.dims.sizes().into_iter().product();
-        let is_flat = self.dp_replicate.size == 1 || self.dp_shard.size == 1;
-        let subs = [&self.pp, &self.dp_replicate, &self.dp_shard, &self.tp];
-        let subs = subs.into_iter().chain((!is_flat).then_some(&self.dp));
-        subs.filter(move |sub| sub.size < all).filter_map(SubMesh::group)
+    /// The process groups of all dimensions; several may share one.
+    pub(super) fn groups(&self) -> impl Iterator<Item = &Arc<ProcessGroup>> {
+        [&self.pp, &self.dp, &self.dp_replicate, &self.dp_shard, &self.tp]
+            .into_iter()
+            .filter_map(SubMesh::group)
     }
 }
 

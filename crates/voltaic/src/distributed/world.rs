@@ -115,7 +115,7 @@ impl World {
     /// [`DistributedError::Different`] on all ranks if their `facts` differ in other keys than the `allowed` ones and those
     /// below them; [`DistributedError::Collective`].
     pub fn check_alike(&self, facts: &Facts, allowed: &[String]) -> Result<()> {
-        let Some(group) = self.group.as_ref().filter(|_| self.world_size > 1) else { return Ok(()) };
+        let Some(group) = self.peers() else { return Ok(()) };
         let digest = Tensor::f_from_slice(&facts.digest())?;
         let digests: Vec<Vec<u8>> = Vec::try_from(&group.all_gather(&digest)?)?;
         if digests.iter().all(|digest| *digest == digests[0]) {
@@ -149,6 +149,11 @@ impl World {
         self.group.as_ref()
     }
 
+    /// The group of all ranks, if there are several.
+    pub(crate) fn peers(&self) -> Option<&Arc<ProcessGroup>> {
+        self.group.as_ref().filter(|_| self.world_size > 1)
+    }
+
     /// The ranks as a mesh: all of them along its data-parallel dimension, unless [`World::with_dims`] has said otherwise.
     pub fn mesh(&self) -> &DeviceMesh {
         &self.mesh
@@ -174,8 +179,7 @@ impl World {
     /// # Errors
     /// The back end's.
     pub(crate) fn set_timeout(&self, timeout: Duration) -> Result<()> {
-        let groups = self.group.iter().chain(self.mesh.split_groups());
-        groups.into_iter().try_for_each(|group| group.set_timeout(timeout))
+        self.group.iter().chain(self.mesh.groups()).try_for_each(|group| group.set_timeout(timeout))
     }
 
     /// What ranks, also those started again, can leave for each other; `None` for a process alone.
@@ -207,9 +211,9 @@ impl World {
     /// # Errors
     /// [`DistributedError::Collective`](crate::error::DistributedError::Collective).
     pub fn of_rank_zero<T: serde::Serialize + serde::de::DeserializeOwned>(&self, value: T) -> Result<T> {
-        match &self.group {
-            Some(group) if self.world_size > 1 => group.broadcast_object(&value, 0),
-            _ => Ok(value),
+        match self.peers() {
+            Some(group) => group.broadcast_object(&value, 0),
+            None => Ok(value),
         }
     }
 }

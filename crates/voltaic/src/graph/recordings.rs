@@ -170,7 +170,7 @@ fn read_all(recordings: &[&Recording], names: &[(String, Tensor)]) -> Result<Vec
 }
 
 /// Plans recordings and makes them ready, each with its graph; `inputs` are the tensors that replays may be given others
-/// for, `outputs` the results that each replay should allocate anew. Also returns which of them it does allocate: those that
+/// for, `outputs` the results for which each replay should allocate new memory. Also returns which of them it does allocate: those that
 /// a single recording has made.
 ///
 /// # Errors

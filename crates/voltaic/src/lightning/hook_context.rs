@@ -72,8 +72,7 @@ impl HookContext<'_> {
 
     /// The ranks, to exchange tensors with; `None` for a process alone.
     pub fn process_group(&self) -> Option<&ProcessGroup> {
-        let group = self.run.world.group().filter(|group| group.world_size() > 1);
-        group.map(std::convert::AsRef::as_ref)
+        self.run.world.peers().map(std::convert::AsRef::as_ref)
     }
 
     /// The ranks as a mesh, with the process group of each dimension: Lightning's `device_mesh`.

@@ -77,7 +77,7 @@ impl LossScale {
         matches!(self, Self::Strategy { .. })
     }
 
-    /// Takes over what a checkpoint has, if it is of the same kind.
+    /// Restores what a checkpoint has, if it is of the same kind.
     pub fn restore(&mut self, saved_grad: Option<GradScaler>, saved: Option<LossScaler>) {
         match (self, saved_grad, saved) {
             (Self::Grad(own), Some(saved), _) => *own = saved,

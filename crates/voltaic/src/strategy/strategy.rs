@@ -139,8 +139,16 @@ pub trait Strategy: fmt::Debug + Send {
         Ok(grads_of(module))
     }
 
-    /// Puts back what [`Strategy::grads`] gave on this rank, perhaps in an earlier run; drops all other gradients of this
-    /// rank. Parts that [`ShardedState::load_grad`] has loaded stay.
+    /// Drops all gradients of this rank, those of an open accumulation window too.
+    ///
+    /// # Errors
+    /// libtorch's.
+    fn drop_grads(&mut self, module: &dyn Module) -> Result<()> {
+        drop_grads_of(module)
+    }
+
+    /// Puts back what [`Strategy::grads`] gave on this rank, perhaps in an earlier run. Other gradients stay, such as those that
+    /// [`ShardedState::load_grad`] has loaded; [`Strategy::drop_grads`] drops them.
     ///
     /// # Errors
     /// If the gradients are parts of another partition; libtorch's.
@@ -201,10 +209,14 @@ pub(super) fn grads_of(module: &dyn Module) -> Vec<(String, Tensor)> {
     parameters.map(|(fqn, parameter)| (fqn, parameter.grad())).filter(|(_, grad)| grad.defined()).collect()
 }
 
-/// Gives whole parameters these gradients, and drops those of all others.
+/// Drops the gradients of whole parameters.
+pub(super) fn drop_grads_of(module: &dyn Module) -> Result<()> {
+    Ok(ffi::clear_grads(module.parameters().iter().map(|parameter| parameter.leaf()))?)
+}
+
+/// Gives whole parameters these gradients.
 pub(super) fn set_grads_of(module: &dyn Module, grads: &[(String, Tensor)]) -> Result<()> {
     let parameters = module.named_parameters();
-    ffi::clear_grads(parameters.iter().map(|(_, parameter)| parameter.leaf()))?;
     for (fqn, grad) in grads {
         if let Some((name, _)) = fqn.split_once(PART) {
             let what =

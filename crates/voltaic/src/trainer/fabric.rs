@@ -303,7 +303,8 @@ impl Fabric {
         })
     }
 
-    /// Takes over what [`Fabric::save`] has written, by this number of ranks or another, and returns its `state`.
+    /// Restores what [`Fabric::save`] has written, by this number of ranks or another, and returns its `state`. Gradients of before are
+    /// dropped.
     ///
     /// # Errors
     /// [`CheckpointError`](crate::error::CheckpointError) if it is not such a checkpoint or does not fit; if its state is of another type.
@@ -319,6 +320,8 @@ impl Fabric {
             let resumed = restore_training(session, loaded, path.to_path_buf())?;
             rng::set_states(&resumed.rng)
         })?;
+        self.window_is_open = false; // all ranks have rank 0's buffers
+        optimizers.all_finite = None;
         serde_json::from_value(module.state.take())
             .map_err(|error| Error::io("read the state of", path, error.into()))
     }
@@ -539,6 +542,7 @@ impl FabricOptimizers {
     /// # Errors
     /// As [`Optimizer::zero_grad`].
     pub fn zero_grad(&mut self) -> Result<()> {
+        self.all_finite = None;
         self.training.optimizers.iter_mut().try_for_each(|optimizer| optimizer.zero_grad())
     }
 

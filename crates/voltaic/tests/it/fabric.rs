@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use tempfile::TempDir;
+use voltaic::Tensor;
 use voltaic::checkpoint::Checkpoint;
 use voltaic::data::{DataModule, EpochRange};
 use voltaic::nn::ModuleExt;
@@ -48,7 +49,7 @@ impl Case {
             .unwrap();
         let mut net = Net::new();
         trainer.fit(&mut net, &mut loaders(None)).unwrap();
-        end(&net, trainer.is_global_zero(), folder);
+        end(&net, trainer.world().rank, folder);
     }
 
     /// Trains from a checkpoint if there is one, up to a batch, after which it saves one.
@@ -64,16 +65,21 @@ impl Case {
         let loader = fabric.setup_dataloaders(loaders(None).train_dataloader().unwrap().unwrap()).unwrap();
         let num_batches = loader.num_batches() as u64;
         let ckpt = folder.join("fabric.ckpt");
-        let mut done = match ckpt.exists() {
-            true => fabric.load(&ckpt, (&mut net, &mut optimizer)).unwrap(),
-            false => 0_u64,
-        };
+        let mut done = 0_u64;
+        if ckpt.exists() {
+            // what was done before is gone after it
+            let (x, y) = loader.epoch(0).unwrap().next().unwrap().unwrap();
+            let loss = fabric.forward(&net, |net| net.train_loss(&x, &y)).unwrap();
+            fabric.no_backward_sync(true, |fabric| fabric.backward(&net, &loss)).unwrap();
+            done = fabric.load(&ckpt, (&mut net, &mut optimizer)).unwrap();
+        }
         while done < EPOCHS * num_batches {
             let (epoch, first) = (done / num_batches, done % num_batches);
             for batch in loader.iter(EpochRange::epoch(epoch).from_batch(first as usize)).unwrap() {
                 let (x, y) = batch.unwrap();
                 done += 1;
-                let steps = (done % num_batches).is_multiple_of(self.accumulate) || done % num_batches == 0;
+                let steps =
+                    (done % num_batches).is_multiple_of(self.accumulate) || done.is_multiple_of(num_batches);
                 let loss = fabric.forward(&net, |net| net.train_loss(&x, &y)).unwrap();
                 let loss = loss / self.accumulate as f64;
                 fabric.no_backward_sync(!steps, |fabric| fabric.backward(&net, &loss)).unwrap();
@@ -88,16 +94,22 @@ impl Case {
             }
         }
         assert_eq!(fabric.global_step(), EPOCHS * num_batches.div_ceil(self.accumulate));
-        let is_global_zero = fabric.is_global_zero();
-        end(&fabric.finish(net).unwrap(), is_global_zero, folder);
+        let rank = fabric.world().rank;
+        end(&fabric.finish(net).unwrap(), rank, folder);
     }
 }
 
-fn end(net: &Net, is_global_zero: bool, folder: &Path) {
-    if is_global_zero {
-        let checkpoint = Checkpoint { weights: net.state_dict(), ..Checkpoint::default() };
-        checkpoint.save(&folder.join("end.ckpt")).unwrap();
-    }
+fn end(net: &Net, rank: usize, folder: &Path) {
+    let name = if rank == 0 { "end.ckpt".to_owned() } else { format!("rank_{rank}.ckpt") };
+    let checkpoint = Checkpoint { weights: net.state_dict(), ..Checkpoint::default() };
+    checkpoint.save(&folder.join(name)).unwrap();
+}
+
+/// What rank 1 has, with the buffer that becomes rank 0's when an accumulation window begins.
+fn of_rank_1(folder: &Path) -> Vec<(String, Tensor)> {
+    let mut all = Checkpoint::load(&folder.join("rank_1.ckpt")).unwrap().weights;
+    all.sort_by(|a, b| a.0.cmp(&b.0));
+    all
 }
 
 #[test]
@@ -129,6 +141,9 @@ fn a_loop_of_ones_own_trains_what_the_trainer_trains() {
         assert!(!resumed.path().join("end.ckpt").exists());
         run("fabric", &resumed);
         assert_same(&weights(resumed.path()), &weights(of_trainer.path()));
+        if case.devices > 1 {
+            assert_same(&of_rank_1(of_fabric.path()), &of_rank_1(of_trainer.path()));
+        }
     }
 }
 

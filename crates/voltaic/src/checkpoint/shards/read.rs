@@ -387,7 +387,7 @@ impl Shards {
     }
 
     /// The part of a checkpoint that a rank reads whole; of weights, optimizer states and sharded gradients it reads its own elements
-    /// later. Of the ranks' local state it has rank 0's, its own, and those of the ranks whose gradients it takes over among `ranks`.
+    /// later. Of the ranks' local state it has rank 0's, its own, and those of the ranks whose gradients it restores among `ranks`.
     ///
     /// # Errors
     /// As [`Shards::whole`].

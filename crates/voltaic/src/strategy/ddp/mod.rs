@@ -178,8 +178,7 @@ impl Strategy for Ddp {
     }
 
     fn agree(&self, votes: Votes) -> Result<Votes> {
-        let group = self.world.group().filter(|group| group.world_size() > 1);
-        group.map_or(Ok(votes), |group| SentVotes::start(group, votes)?.receive())
+        self.world.peers().map_or(Ok(votes), |group| SentVotes::start(group, votes)?.receive())
     }
 
     fn teardown(&mut self) {

@@ -36,7 +36,7 @@ use tch::{Kind, Tensor};
 
 use super::peers::{SentVotes, broadcast_buffers, same_modules, start_equal};
 use super::sharded::{ShardedGrads, ShardedState};
-use super::strategy::{PART, Strategy, grads_of, set_grads_of};
+use super::strategy::{PART, Strategy, drop_grads_of, grads_of, set_grads_of};
 use super::votes::Votes;
 use crate::checkpoint::{Part, ShardSpec};
 use crate::device::Device;
@@ -458,14 +458,14 @@ impl Strategy for Zero {
         Ok(grads)
     }
 
-    fn set_grads(&mut self, module: &dyn Module, grads: &[(String, Tensor)]) -> Result<()> {
-        // shards come from `load_grad`, before this
-        if let Some(mut reducer) = self.reducer()
-            && !std::mem::take(&mut reducer.has_loaded_grads)
-            && self.peers().is_none()
-        {
+    fn drop_grads(&mut self, module: &dyn Module) -> Result<()> {
+        if let Some(mut reducer) = self.reducer() {
             reducer.units.iter_mut().try_for_each(Unit::drop_grads)?;
         }
+        drop_grads_of(module)
+    }
+
+    fn set_grads(&mut self, module: &dyn Module, grads: &[(String, Tensor)]) -> Result<()> {
         let mut others = Vec::new();
         for (name, grad) in grads {
             let place = name.split_once(PART).and_then(|(fqn, _)| {

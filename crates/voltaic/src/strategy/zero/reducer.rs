@@ -61,8 +61,6 @@ pub(super) struct Reducer {
     votes: Option<Votes>,
     /// Why a hook failed.
     pub failure: Option<Error>,
-    /// Gradients of a checkpoint have been loaded that [`Strategy::set_grads`](crate::strategy::Strategy::set_grads) has to keep.
-    pub has_loaded_grads: bool,
     /// In which order units are needed.
     pub order: Order,
     /// What has been gathered since ranks last compared.
@@ -124,7 +122,6 @@ impl Reducer {
             own_backward: None,
             votes: None,
             failure: None,
-            has_loaded_grads: false,
             order: Order::default(),
             gathered: Gathered::default(),
             whole_grads: 0,
@@ -375,13 +372,13 @@ impl Reducer {
         self.votes = None;
     }
 
-    /// Takes over what was written to weights by hand.
+    /// Copies into the parts what was written to weights by hand.
     pub fn take_changes(&mut self) -> Result<()> {
         self.units.iter_mut().try_for_each(Unit::take_changes)
     }
 
-    /// Before an optimizer's step: takes over what was written to weights by hand, and frees the weights that come and go, but for
-    /// those that are in use.
+    /// Before an optimizer's step: copies into the parts what was written to weights by hand, and reshards the weights that are not in
+    /// use.
     pub fn begin_update(&mut self) -> Result<()> {
         self.take_changes()?;
         self.units.iter_mut().try_for_each(|unit| {

@@ -148,6 +148,5 @@ pub(super) fn grads(reducer: &Reducer) -> Result<(Vec<Part>, Vec<String>)> {
 /// Takes this rank's elements of a pending gradient.
 pub(super) fn load_grad(reducer: &mut Reducer, fqn: &str, values: &Tensor) -> Result<()> {
     let Some((unit, index)) = reducer.place_of(fqn) else { return Ok(()) };
-    reducer.has_loaded_grads = true;
     reducer.units[unit].restore_pending(index, true, values)
 }

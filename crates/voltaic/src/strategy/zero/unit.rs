@@ -175,7 +175,7 @@ impl Unit {
         self.leaves().map(|leaf| Ok(leaf.f_internal_version()?)).collect()
     }
 
-    /// Takes over what was written to weights without [`Parameter::update`], since this was last called.
+    /// Copies into the part what was written to weights without [`Parameter::update`], since this was last called.
     pub fn take_changes(&mut self) -> Result<()> {
         if self.is_released() || self.arriving() > 0 {
             return Ok(());

@@ -267,7 +267,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Waits for what others fetch. All ranks end if one of them could not.
     fn all_have_prepared(&self, own: Result<()>) -> Result<()> {
-        let Some(group) = self.run.world().group().filter(|group| group.world_size() > 1) else { return own };
+        let Some(group) = self.run.world().peers() else { return own };
         let _named = collective_scope("prepare_data");
         let failure = own.as_ref().err().map(ToString::to_string);
         let all = group.all_gather_object(&failure);

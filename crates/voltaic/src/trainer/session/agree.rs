@@ -114,7 +114,7 @@ impl<M: LightningModule> Session<'_, M> {
 /// # Errors
 /// [`CheckpointError::OnRanks`] if a rank has failed. An error of the connections stays as it is, without a collective.
 pub(crate) fn agreed<T>(world: &World, action: &'static str, path: &Path, done: Result<T>) -> Result<T> {
-    let Some(group) = world.group().filter(|group| group.world_size() > 1) else { return done };
+    let Some(group) = world.peers() else { return done };
     let (own, done) = match done {
         Ok(done) => (None, Some(done)),
         Err(error @ Error::Distributed(_)) => return Err(error), // the other ranks may be gone

@@ -199,6 +199,7 @@ impl Undo {
     /// Goes back to it.
     pub(crate) fn restore<M: LightningModule>(self, module: &M, run: &mut Run, device: Device) -> Result<()> {
         self.module.restore(module)?;
+        run.engine.strategy.drop_grads(module.as_dyn())?;
         run.engine.strategy.set_grads(module.as_dyn(), &self.grads)?;
         run.log.metrics.go_back(self.metrics, device)?;
         run.at.progress = self.progress;

@@ -240,6 +240,7 @@ pub(crate) fn restore_training<M: LightningModule>(
     }
     let configured = hyper_parameters(session);
     let groups = state.optimizers.into_iter().map(|(_, groups)| groups);
+    session.run.engine.strategy.drop_grads(session.module.as_dyn())?;
     let grads = match &unread {
         Some(unread) => {
             let groups: Vec<Value> = groups.collect();

@@ -133,7 +133,7 @@ impl<M: LightningModule> Session<'_, M> {
 /// # Collective
 /// All ranks must call it after the same batch.
 pub(crate) fn gather_ranks<M: LightningModule>(session: &Session<M>) -> Result<Vec<RankState>> {
-    let Some(group) = session.run.world().group().filter(|group| group.world_size() > 1) else {
+    let Some(group) = session.run.world().peers() else {
         return Ok(Vec::new());
     };
     let all = match &session.snapshot {
