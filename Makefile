@@ -33,6 +33,7 @@ stress: setup ## long forms of tests, and a million random inputs for each parse
 	$(CARGO) test -p voltaic --lib -- distributed::scale --include-ignored --nocapture
 	VOLTAIC_TEST_ALL=1 $(CARGO) test -p voltaic --test it -- contract extreme_values hangs kill
 	VOLTAIC_TEST_ALL=1 $(CARGO) test -p voltaic --test zero -- --include-ignored --nocapture
+	$(CARGO) test -p voltaic --test fp8 -- --include-ignored --nocapture
 	VOLTAIC_TEST_ALL=1 $(CARGO) test -p voltaic --test hpu -- fuzz --nocapture
 	VOLTAIC_TEST_ALL=1 $(CARGO) test -p voltaic --test profiler -- long --nocapture
 
@@ -59,7 +60,7 @@ bench: setup ## voltaic beside its peers, into docs/benchmarks; takes ROUNDS=7 T
 	@bench/setup.sh
 	target/release/bench-runner
 
-bench-micro: setup ## what voltaic's own parts cost, into docs/benchmarks; takes BENCHES=overhead,calls,host_pool,lengths,record,graph,hpu,profiler
+bench-micro: setup ## what voltaic's own parts cost, into docs/benchmarks; takes BENCHES=overhead,calls,host_pool,lengths,record,graph,hpu,profiler,swap,update,activations
 	$(CARGO) run --quiet --release --package bench-runner -- micro
 
 clean: ## removes what was built, not what was fetched

@@ -4,7 +4,7 @@
 # It is a folder of links, either into the PyTorch wheel, which pip fetches into `.libtorch-wheel/` once, or into
 # the PyTorch that LIBTORCH points at (an unpacked libtorch, or the `torch` folder of a Python installation).
 # Links rather than LIBTORCH itself, because a PyTorch with CUDA would otherwise be linked and loaded whole.
-# Does nothing when all is there.
+# Does nothing when all is there. VOLTAIC_LIBTORCH_DIR names another folder than the repository's for both.
 set -euo pipefail
 
 TORCH_VERSION=2.11.0
@@ -14,7 +14,7 @@ PYTHONS="3.10 3.11 3.12 3.13 3.14"
 FALLBACK_PYTHON=3.11
 NEEDED_KIB=$((3 * 1024 * 1024))
 
-root=$(cd "$(dirname "$0")/.." && pwd)
+root=${VOLTAIC_LIBTORCH_DIR:-$(cd "$(dirname "$0")/.." && pwd)}
 view="$root/.libtorch"
 wheel="$root/.libtorch-wheel"
 
@@ -126,7 +126,7 @@ download() {
     check_disk
     local arguments
     choose_wheel
-    echo "setup: installing torch==$TORCH_VERSION with pip into .libtorch-wheel (1.2 GB, once)"
+    echo "setup: installing torch==$TORCH_VERSION with pip into $wheel (1.2 GB, once)"
     rm -rf "$wheel" "$wheel.new"
     mkdir -p "$wheel.new/tmp"
     trap 'rm -rf "$wheel.new"' EXIT
@@ -164,4 +164,4 @@ else
     check_libtorch "$wheel/torch" ".libtorch-wheel/torch" "rm -r .libtorch-wheel, then run this again"
     write_view "$wheel/torch" ../.libtorch-wheel/torch ../../.libtorch-wheel/torch
 fi
-echo "setup: libtorch $(version_of "$view") is ready in .libtorch"
+echo "setup: libtorch $(version_of "$view") is ready in $view"

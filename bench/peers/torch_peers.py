@@ -5,6 +5,7 @@ Speaks the protocol of `measure/src/lib.rs`: a job as the only argument, a repor
 Weights and batches are drawn as `voltaic/src/data.rs` draws them, so that both train the same network on the same data.
 """
 
+import functools
 import json
 import os
 import sys
@@ -97,6 +98,14 @@ def train_plain(job, net, optimizer, batches, loss_of=loss_of):
     clock.print_report(losses)
 
 
+def train_checkpointed(job, net, optimizer, batches):
+    from torch.utils.checkpoint import checkpoint
+
+    for block in net.transformer["h"]:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    train_plain(job, net, optimizer, batches)
+
+
 def train_compiled(job, net, optimizer, batches):
     train_plain(job, net, optimizer, batches, torch.compile(loss_of))
 
@@ -179,6 +188,7 @@ def main():
         "plain": lambda: train_plain(job, net, optimizer, batches),
         "plain-fused": lambda: train_plain(job, net, optimizer, batches),
         "plain-channels-last": lambda: train_plain(job, net, optimizer, batches),
+        "plain-checkpointed": lambda: train_checkpointed(job, net, optimizer, batches),
         "compile": lambda: train_compiled(job, net, optimizer, batches),
         "lightning": lambda: train_lightning(job, net, optimizer, batches, defaults=False),
         "lightning-defaults": lambda: train_lightning(job, net, optimizer, batches, defaults=True),

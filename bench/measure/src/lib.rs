@@ -2,6 +2,7 @@
 //! last line of standard output. `peers/torch_peers.py` speaks the same.
 
 pub mod micro;
+pub mod peer;
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 

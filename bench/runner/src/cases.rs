@@ -182,9 +182,10 @@ const ON_CUDA: [&str; 8] = [
     "pytorch-channels-last",
     COMPILED,
 ];
+const GPTS: &[&str] = &["gpt-tiny", "gpt-mini", "gpt2"];
 const SMALL: &[&str] = &["mlp", "cnn"];
 
-pub const PEERS: [Peer; 21] = [
+pub const PEERS: [Peer; 23] = [
     peer("voltaic", Program::Voltaic, "bare", ALL, Work::Same),
     peer("voltaic-defaults", Program::Voltaic, "defaults", ALL, Work::Same),
     peer("voltaic-hpu", Program::Voltaic, "hpu", ALL, Work::Same),
@@ -197,6 +198,9 @@ pub const PEERS: [Peer; 21] = [
     // the layout that voltaic's own have
     peer("pytorch-channels-last", Program::Torch, "plain-channels-last", &["cnn", "resnet18"], Work::Same),
     peer(COMPILED, Program::Torch, "compile", ALL, Work::OwnMasks),
+    // each block is computed again in backward
+    peer("voltaic-checkpointed", Program::Voltaic, "checkpointed", GPTS, Work::Same),
+    peer("pytorch-checkpointed", Program::Torch, "plain-checkpointed", GPTS, Work::Same),
     peer("burn", Program::Burn, "plain", SMALL, Work::OwnDraw),
     peer("candle", Program::Candle, "plain", SMALL, Work::OwnDraw),
     sharded("voltaic-zero1", Program::Voltaic, "zero1"),

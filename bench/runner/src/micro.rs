@@ -19,7 +19,7 @@ pub struct Bench {
     about: &'static str,
 }
 
-pub const BENCHES: [Bench; 8] = [
+pub const BENCHES: [Bench; 11] = [
     Bench { name: "overhead", about: "What the trainer costs per step beside a bare loop of the same calls" },
     Bench { name: "calls", about: "The call of a module beside its code, with and without hooks" },
     Bench { name: "host_pool", about: "Training steps with the memory pool beside libtorch's allocator" },
@@ -37,6 +37,15 @@ pub const BENCHES: [Bench; 8] = [
         about: "Operators and training steps on the emulated HPU beside the CPU; says nothing about a real card",
     },
     Bench { name: "profiler", about: "Training steps of GPT-mini under a profiler beside plain ones" },
+    Bench { name: "swap", about: "Reads and writes of swapped tensors beside a plain loop past the cache" },
+    Bench {
+        name: "update",
+        about: "AdamW's step of 10^8 weights beside PyTorch's fused one and DeepSpeedCPUAdam",
+    },
+    Bench {
+        name: "activations",
+        about: "GPT-mini with checkpointed blocks beside plain steps, and beside PyTorch's",
+    },
 ];
 
 /// All that was measured in one run.

@@ -86,6 +86,7 @@ fn train<N: Forward>(
         "bare" => (bare(builder).accelerator(given).devices(job.processes as i64), false),
         "defaults" => (builder.accelerator(given).devices(1), true),
         "graphs" => (bare(builder).accelerator(given).graph(GraphMode::Step), false),
+        "checkpointed" => (bare(builder).accelerator(given).activation_checkpointing(["Block"]), false),
         "hpu" => (bare(builder).accelerator("hpu").devices(1), false),
         "hpu-graphs" => (bare(builder).accelerator("hpu").devices(1).graph(GraphMode::Step), false),
         "zero1" | "zero2" | "zero3" => {
@@ -93,7 +94,7 @@ fn train<N: Forward>(
             (builder.strategy(job.variant.as_str()), false)
         }
         other => bail!(
-            "variant: there is no {other}; use bare, defaults, graphs, hpu, hpu-graphs, zero1, zero2 or zero3"
+            "variant: there is no {other}; use bare, defaults, graphs, checkpointed, hpu, hpu-graphs, zero1, zero2 or zero3"
         ),
     };
     let mut trainer = builder.build()?;

@@ -1,5 +1,6 @@
 //! Kernels for the CPU that take the place of libtorch's where those leave time on the table: products, convolutions,
-//! attention, batch norm and max-pooling with the channels last, GELU, ReLU, sums, random masks.
+//! attention, batch norm and max-pooling with the channels last, GELU, ReLU, sums, random masks, steps of optimizers. And casts to
+//! float8, which libtorch has not got with a scale and Gaudi's largest number.
 //!
 //! Plain loops over slices, which the compiler turns into vector instructions ([`run_vectorized`]), and products by
 //! AVX-512 and AMX. Nothing here knows libtorch: what kernels need from the program that has them is its
@@ -10,6 +11,7 @@ mod choice;
 mod convolution;
 mod element;
 mod elementwise;
+mod float8;
 mod held;
 mod host;
 mod kernel;
@@ -23,6 +25,7 @@ mod product;
 mod random;
 mod scratch;
 mod threads;
+mod update;
 mod views;
 
 pub use attention::factor::{Factor, FactorOf, FactorScratch};
@@ -37,12 +40,15 @@ pub use choice::{
 pub use convolution::convolve::{convolution, convolution_input_grad, convolution_weight_grad};
 pub use convolution::patches::{Axis, Patches};
 pub use convolution::sizes::Convolution;
-pub use element::{Bf16, Element};
+pub use element::{Bf16, Element, F16};
 pub use elementwise::gelu::{Gelu, GeluBackward};
 pub use elementwise::operators::{add, add_up, convert, gelu, gelu_backward, relu, relu_backward};
 pub use elementwise::pointwise::{
     Add, AddUp, AllFinite, Convert, Map, MapOnto, Pointwise, Relu, ReluBackward,
 };
+pub use float8::cast::{Float8Format, from_float8, largest_magnitude, to_float8};
+pub use float8::format::{E4m3, E5m2, Float8, decode, encode, encode_stochastic};
+pub use float8::scale::new_scale;
 pub use held::Held;
 pub use host::{Host, Memory, loaded_symbol, set_host};
 pub use kernel::{Kernel, blocks};
@@ -55,6 +61,7 @@ pub use processor::amx::{has_amx, has_described_amx, has_undescribed_amx};
 pub use processor::{has_avx512, has_vectors, has_wide_units, is_intel, prefetch, run_vectorized};
 pub use product::amx::{Tiles, has_tiles};
 pub use product::batched::{BatchedProduct, multiply_batches};
+pub use product::float8::{multiplies_float8, multiply_by_float8};
 pub use product::matrix::{Matrix, MatrixMut};
 pub use product::mkl::has_mkl_bf16;
 pub use product::multiply::multiply;
@@ -65,6 +72,9 @@ pub use product::transpose::Turn;
 pub use random::{Bernoulli, Mt19937, bernoulli};
 pub use scratch::{end_window, release_idle, scratch_bytes};
 pub use threads::parallel_for;
+pub use update::numbers::{Numbers, NumbersMut};
+pub use update::pass::{Update, update};
+pub use update::rules::{AdagradRule, AdamRule, LionRule, SgdRule, UpdateRule};
 pub use views::{Dtype, Floats, FloatsMut, slice_mut_of, slice_of};
 
 /// Whether the loops are compiled with optimization; without it libtorch's are much faster.

@@ -47,6 +47,8 @@ pub fn role(field: &Field) -> Result<Role> {
 pub struct OfStruct {
     /// The expression of `#[module(type_name = EXPRESSION)]`.
     pub type_name: Option<Expr>,
+    /// The expression of `#[module(parallel_plan = EXPRESSION)]`, a function of the struct.
+    pub parallel_plan: Option<Expr>,
     /// `#[module(metric)]`: the struct is a metric.
     pub is_metric: bool,
 }
@@ -58,12 +60,14 @@ pub fn of_struct(attributes: &[Attribute]) -> Result<OfStruct> {
         attribute.parse_nested_meta(|meta| {
             if meta.path.is_ident("type_name") {
                 found.type_name = Some(meta.value()?.parse()?);
+            } else if meta.path.is_ident("parallel_plan") {
+                found.parallel_plan = Some(meta.value()?.parse()?);
             } else if meta.path.is_ident("metric") {
                 found.is_metric = true;
             } else {
                 return Err(meta.error(
-                    "a struct knows #[module(type_name = ...)] and #[module(metric)]; skip and training belong to a \
-                     field",
+                    "a struct knows #[module(type_name = ...)], #[module(parallel_plan = ...)] and #[module(metric)]; \
+                     skip and training belong to a field",
                 ));
             }
             Ok(())

@@ -6,7 +6,7 @@ use syn::ext::IdentExt;
 use syn::spanned::Spanned;
 use syn::{Data, DeriveInput, Error, Generics, Index, Member, Result, Type, parse_quote};
 
-use crate::attributes::{self, Role};
+use crate::attributes::{self, OfStruct, Role};
 
 /// The implementation of `Module` for `input`.
 pub fn expand(input: &DeriveInput) -> Result<TokenStream> {
@@ -51,21 +51,7 @@ pub fn expand(input: &DeriveInput) -> Result<TokenStream> {
         quote_spanned!(ty.span()=> <#ty as ::voltaic::nn::Field>::settings(&self.#member, visit);)
     });
     let modes = training.map(|member| modes(&member));
-    let of_struct = attributes::of_struct(&input.attrs)?;
-    let metric = of_struct.is_metric.then(|| {
-        quote! {
-            fn metric(&self) -> ::core::option::Option<::std::sync::Arc<dyn ::voltaic::metrics::Metric>> {
-                ::core::option::Option::Some(::std::sync::Arc::new(::core::clone::Clone::clone(self)))
-            }
-        }
-    });
-    let type_name = of_struct.type_name.map(|expression| {
-        quote! {
-            fn type_name(&self) -> &'static str {
-                #expression
-            }
-        }
-    });
+    let of_struct = methods_of_struct(attributes::of_struct(&input.attrs)?);
     Ok(quote! {
         #[automatically_derived]
         impl #impl_generics ::voltaic::nn::Module for #ident #ty_generics #where_clause {
@@ -91,10 +77,39 @@ pub fn expand(input: &DeriveInput) -> Result<TokenStream> {
             }
 
             #modes
-            #type_name
-            #metric
+            #of_struct
         }
     })
+}
+
+/// The methods that attributes of the struct give.
+fn methods_of_struct(of_struct: OfStruct) -> TokenStream {
+    let metric = of_struct.is_metric.then(|| {
+        quote! {
+            fn metric(&self) -> ::core::option::Option<::std::sync::Arc<dyn ::voltaic::metrics::Metric>> {
+                ::core::option::Option::Some(::std::sync::Arc::new(::core::clone::Clone::clone(self)))
+            }
+        }
+    });
+    let type_name = of_struct.type_name.map(|expression| {
+        quote! {
+            fn type_name(&self) -> &'static str {
+                #expression
+            }
+        }
+    });
+    let parallel_plan = of_struct.parallel_plan.map(|expression| {
+        quote! {
+            fn parallel_plan(&self) -> ::core::option::Option<::voltaic::nn::parallel::ParallelPlan> {
+                ::core::option::Option::Some((#expression)(self))
+            }
+        }
+    });
+    quote! {
+        #type_name
+        #parallel_plan
+        #metric
+    }
 }
 
 /// The methods for the mode that the field `member` keeps.

@@ -2,8 +2,11 @@
 
 use std::ffi::{c_char, c_void};
 
+use crate::vt_tensor;
+
 pub const VT_FLOAT32: i32 = 0;
 pub const VT_BFLOAT16: i32 = 1;
+pub const VT_FLOAT16: i32 = 2;
 
 pub const VT_OUTPUT: i32 = 1;
 pub const VT_INPUT_GRAD: i32 = 2;
@@ -50,6 +53,47 @@ pub struct vt_attention {
     pub grad_key: vt_rows,
     pub grad_value: vt_rows,
     pub log_sum_exp: vt_rows,
+}
+
+pub const VT_ADAM: i32 = 0;
+pub const VT_SGD: i32 = 1;
+pub const VT_ADAGRAD: i32 = 2;
+pub const VT_LION: i32 = 3;
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub struct vt_update_rule {
+    pub kind: i32,
+    pub lr: f64,
+    pub weight_decay: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub eps: f64,
+    pub momentum: f64,
+    pub dampening: f64,
+    pub lr_decay: f64,
+    pub decoupled: i32,
+    pub amsgrad: i32,
+    pub nesterov: i32,
+    pub maximize: i32,
+    pub is_first_step: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct vt_numbers {
+    pub data: *mut c_void,
+    pub dtype: i32,
+}
+
+#[repr(C)]
+pub struct vt_update {
+    pub len: i64,
+    pub weights: vt_numbers,
+    pub grad: vt_numbers,
+    pub states: [vt_numbers; 3],
+    pub rounded: vt_numbers,
+    pub step: f64,
 }
 
 #[repr(C)]
@@ -188,4 +232,48 @@ pub struct vt_kernels {
             grad_bias: *mut f32,
         ) -> i32,
     >,
+    pub update:
+        Option<extern "C" fn(rule: *const vt_update_rule, updates: *const vt_update, len: usize) -> i32>,
+}
+
+pub const VT_E4M3: i32 = 0;
+pub const VT_E5M2: i32 = 1;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct vt_float8_kernels {
+    pub failure: extern "C" fn(text: *mut c_char, len: usize) -> i32,
+    pub cast: extern "C" fn(
+        dtype: i32,
+        input: *const c_void,
+        len: i64,
+        format: i32,
+        scale: f32,
+        seed: *const u64,
+        output: *mut c_void,
+        amax: *mut f32,
+    ) -> i32,
+    pub largest: extern "C" fn(dtype: i32, input: *const c_void, len: i64, amax: *mut f32) -> i32,
+    pub widen:
+        extern "C" fn(format: i32, input: *const c_void, len: i64, dtype: i32, output: *mut c_void) -> i32,
+    pub new_scale: extern "C" fn(amax: f32, before: f32, format: i32, margin: i32, scale: *mut f32) -> i32,
+    pub rows: extern "C" fn(
+        input: *const f32,
+        rows: i64,
+        codes: *const c_void,
+        columns: i64,
+        depth: i64,
+        format: i32,
+        output: *mut f32,
+        is_known: *mut i32,
+    ) -> i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct vt_fp8_meta {
+    pub scale: vt_tensor,
+    pub scale_inv: vt_tensor,
+    pub amax_history: vt_tensor,
+    pub amax_history_index: vt_tensor,
 }

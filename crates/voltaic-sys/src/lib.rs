@@ -117,6 +117,34 @@ pub struct vt_cuda_graph {
 }
 
 #[repr(C)]
+pub struct vt_recompute_callbacks {
+    pub recompute: extern "C" fn(
+        data: *mut c_void,
+        inputs: *const vt_tensor,
+        len: usize,
+        text: *mut c_char,
+        capacity: usize,
+    ) -> i32,
+    pub release: extern "C" fn(data: *mut c_void),
+    pub data: *mut c_void,
+}
+
+#[repr(C)]
+pub struct vt_offload {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub struct vt_save_policy {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub struct vt_segment {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
 pub struct vt_autograd_callbacks {
     pub backward: extern "C" fn(
         data: *mut c_void,
@@ -272,6 +300,8 @@ unsafe extern "C" {
         num_inputs: usize,
         outputs: *const vt_tensor,
         num_outputs: usize,
+        saved: *const vt_tensor,
+        num_saved: usize,
         callbacks: vt_autograd_callbacks,
     ) -> *mut vt_error;
     pub fn vt_autograd_grad(
@@ -298,6 +328,29 @@ unsafe extern "C" {
     pub fn vt_gradient_edge(tensor: vt_tensor, node: *mut usize, output: *mut u32) -> *mut vt_error;
     pub fn vt_at_backward_end(callbacks: vt_autograd_callbacks) -> *mut vt_error;
     pub fn vt_is_in_backward() -> i32;
+    pub fn vt_save_policy_new() -> *mut vt_save_policy;
+    pub fn vt_save_policy_add(
+        policy: *mut vt_save_policy,
+        name: *const c_char,
+        found: *mut usize,
+    ) -> *mut vt_error;
+    pub fn vt_save_policy_free(policy: *mut vt_save_policy);
+    pub fn vt_segment_enter(
+        inputs: *const vt_tensor,
+        len: usize,
+        inputs_on_host: i32,
+        policy: *const vt_save_policy,
+        callbacks: vt_recompute_callbacks,
+        segment: *mut *mut vt_segment,
+    ) -> *mut vt_error;
+    pub fn vt_segment_leave(segment: *mut vt_segment);
+    pub fn vt_segment_bytes(segment: *const vt_segment) -> i64;
+    pub fn vt_segment_saved_bytes(segment: *const vt_segment) -> i64;
+    pub fn vt_offload_enter(offload: *mut *mut vt_offload) -> *mut vt_error;
+    pub fn vt_offload_leave(offload: *mut vt_offload);
+    pub fn vt_offload_bytes(offload: *const vt_offload) -> i64;
+    pub fn vt_recompute_is_complete() -> i32;
+    pub fn vt_recompute_may_end(may_end: i32) -> i32;
 
     pub fn vt_autocast_get(device_type: i32, enabled: *mut i32, dtype: *mut i32) -> *mut vt_error;
     pub fn vt_autocast_set(device_type: i32, enabled: i32, dtype: i32) -> *mut vt_error;
@@ -306,7 +359,10 @@ unsafe extern "C" {
     pub fn vt_autocast_clear_cache() -> *mut vt_error;
     pub fn vt_storage_release(tensor: vt_tensor, bytes: *mut usize) -> *mut vt_error;
     pub fn vt_storage_restore(tensor: vt_tensor, bytes: usize) -> *mut vt_error;
+    pub fn vt_storage_lend(tensor: vt_tensor, memory: vt_tensor) -> *mut vt_error;
     pub fn vt_storage_refill(tensor: vt_tensor, values: vt_tensor) -> *mut vt_error;
+    pub fn vt_empty_pinned(like: vt_tensor, pinned: *mut vt_tensor) -> *mut vt_error;
+    pub fn vt_copy_async(to: vt_tensor, from: vt_tensor) -> *mut vt_error;
     pub fn vt_storage_describe(tensor: vt_tensor, id: *mut usize, bytes: *mut usize) -> *mut vt_error;
     pub fn vt_set_version(tensor: vt_tensor, version: i64) -> *mut vt_error;
     pub fn vt_autocast_set_lists(
@@ -353,7 +409,9 @@ unsafe extern "C" {
         params: *const vt_list,
         grads: *mut vt_list,
         status: *mut u8,
+        are_narrowed: *mut i32,
     ) -> *mut vt_error;
+    pub fn vt_list_widen_grads(params: *const vt_list) -> *mut vt_error;
     pub fn vt_fused_sgd(
         params: *const vt_list,
         grads: *mut vt_list,
@@ -536,6 +594,48 @@ unsafe extern "C" {
     pub fn vt_set_cpu_allocator(allocator: *const vt_allocator) -> *mut vt_error;
 
     pub fn vt_install_kernels(kernels: *const vt_kernels) -> *mut vt_error;
+    pub fn vt_update_lists(
+        params: *const vt_list,
+        grads: *mut vt_list,
+        states: *const *const vt_list,
+        num_states: usize,
+        rounded: *const vt_list,
+        steps: *const f64,
+        rule: *const vt_update_rule,
+        is_done: *mut i32,
+    ) -> *mut vt_error;
+
+    pub fn vt_install_float8(kernels: *const vt_float8_kernels) -> *mut vt_error;
+    pub fn vt_fp8_cast(
+        input: vt_tensor,
+        meta: *const vt_fp8_meta,
+        slot: i64,
+        measures: i32,
+        dtype: i32,
+        is_stochastic: i32,
+        codes: *mut vt_tensor,
+        scale_inv: *mut vt_tensor,
+    ) -> *mut vt_error;
+    pub fn vt_fp8_cast_current(
+        input: vt_tensor,
+        by_row: i32,
+        dtype: i32,
+        margin: i64,
+        is_stochastic: i32,
+        codes: *mut vt_tensor,
+        scale_inv: *mut vt_tensor,
+    ) -> *mut vt_error;
+    pub fn vt_fp8_update(meta: *const vt_fp8_meta, dtype: i32, margin: i64, uses_max: i32) -> *mut vt_error;
+    pub fn vt_fp8_from(codes: vt_tensor, dtype: i32, numbers: *mut vt_tensor) -> *mut vt_error;
+    pub fn vt_fp8_mm(
+        a: vt_tensor,
+        b: vt_tensor,
+        a_scale_inv: vt_tensor,
+        b_scale_inv: vt_tensor,
+        bias: vt_tensor,
+        out_dtype: i32,
+        out: *mut vt_tensor,
+    ) -> *mut vt_error;
 
     pub fn vt_hpu_emulator_init(options: *const vt_hpu_options) -> *mut vt_error;
     pub fn vt_hpu_adopt_plugin() -> *mut vt_error;

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 use std::{env, error, io};
 
 use tch::{Device, Kind, Tensor};
-use voltaic::ffi;
+use voltaic::ffi::{self, Fp8Cast, Fp8Tensor, fp8_mm};
+use voltaic::nn::Parameter;
+use voltaic::optim::{Adagrad, AdamW, BuildOptimizer, Lion, ParamGroupSpec, Sgd};
 
 type Result<T> = std::result::Result<T, Box<dyn error::Error>>;
 
@@ -26,7 +28,7 @@ fn main() -> Result<()> {
         ffi::install_host_pool()?;
         ffi::install_kernels()?;
         let wanted = env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
-        for (name, mut run) in operators().into_iter().filter(|(name, _)| name.contains(&wanted)) {
+        for (name, mut run) in operators()?.into_iter().filter(|(name, _)| name.contains(&wanted)) {
             println!("{name}\t{}", fastest_us(&mut *run));
         }
         return Ok(());
@@ -77,7 +79,7 @@ fn fastest_us(run: &mut dyn FnMut()) -> f64 {
 
 type Operators = Vec<(String, Box<dyn FnMut()>)>;
 
-fn operators() -> Operators {
+fn operators() -> Result<Operators> {
     let mut all: Operators = Vec::new();
     for kind in [Kind::Float, Kind::BFloat16] {
         add_linear(&mut all, kind);
@@ -124,9 +126,47 @@ fn operators() -> Operators {
         let hidden = normal(&[1024, 1536]).to_kind(kind);
         add(&mut all, &format!("gelu [1024, 1536] {kind:?}"), [hidden], |[hidden]| hidden.gelu("tanh"));
     }
+    add_steps(&mut all)?;
+    add_single_rows(&mut all)?;
     let (wide, narrow) = (normal(&[1024, 1536]), normal(&[1024, 1536]).to_kind(Kind::BFloat16));
     all.push(("add [1024, 1536] Float and BFloat16".to_owned(), Box::new(move || drop(wide.f_add(&narrow)))));
-    all
+    Ok(all)
+}
+
+/// Steps of optimizers: of float32, and of float32 copies of weights whose gradients have 16 bits.
+fn add_steps(all: &mut Operators) -> Result<()> {
+    for kind in [Kind::Float, Kind::BFloat16] {
+        let optimizers: [Box<dyn BuildOptimizer>; 4] = [
+            Box::new(AdamW::new(1e-3).master_weights(true)),
+            Box::new(Sgd::new(1e-3).momentum(0.9).master_weights(true)),
+            Box::new(Adagrad::new(1e-3).master_weights(true)),
+            Box::new(Lion::new(1e-4).master_weights(true)),
+        ];
+        for optimizer in optimizers {
+            let parameter = Parameter::new(normal(&[1 << 22]).to_kind(kind));
+            ffi::set_grad(parameter.leaf(), &normal(&[1 << 22]).to_kind(kind))?;
+            let group = ParamGroupSpec::new([("weight".to_owned(), parameter)]);
+            let mut built = optimizer.build(vec![group])?;
+            let name = format!("step of {}, 4 Mi weights {kind:?}", optimizer.name());
+            all.push((name, Box::new(move || drop(built.step()))));
+        }
+    }
+    Ok(())
+}
+
+/// One row by a large weight, as a language model computes a token: in bfloat16, and of float8 codes. Both are the same code with and without
+/// voltaic's kernels.
+fn add_single_rows(all: &mut Operators) -> Result<()> {
+    let (weight, x) = (normal(&[16384, 4096]), normal(&[1, 4096]));
+    let (narrow, turned) = (x.to_kind(Kind::BFloat16), weight.to_kind(Kind::BFloat16).tr());
+    all.push(("4096 to 16384, 1 row BFloat16".to_owned(), Box::new(move || drop(narrow.f_mm(&turned)))));
+    let cast = Fp8Cast { dtype: Kind::Float8e4m3fn, is_stochastic: false };
+    let [x, weight] = [x, weight].map(|tensor| cast.with_current_scale(&tensor, false, 1));
+    let (x, weight) = (x?, weight?);
+    let weight = Fp8Tensor { codes: weight.codes.tr(), scale_inv: weight.scale_inv };
+    let product = move || drop(fp8_mm(&x, &weight, None, Kind::BFloat16));
+    all.push(("4096 to 16384, 1 row float8".to_owned(), Box::new(product)));
+    Ok(())
 }
 
 /// The other of the two number formats.

@@ -7,12 +7,24 @@ use serde_json::json;
 use support::{LitClassifier, Short, report};
 use voltaic::accelerator::HpuAccelerator;
 use voltaic::data::{MnistData, MnistDataConfig};
+use voltaic::models::{Classifier, Mlp, MlpConfig};
 use voltaic::precision::DeepSpeedPrecisionPlugin;
 use voltaic::prelude::*;
 use voltaic::strategy::{DeepSpeedStrategy, HpuDeepSpeedStrategy};
 
 fn main() -> Result<()> {
-    support::run(blocks![using_deepspeed_on_hpu, zero_1, zero_2, zero_3, bf16_precision, bf16_optimizer])
+    support::run(blocks![
+        using_deepspeed_on_hpu,
+        zero_1,
+        zero_2,
+        zero_3,
+        zero_offload,
+        zero_infinity,
+        zero_infinity_in_files,
+        bf16_precision,
+        bf16_optimizer,
+        activation_checkpointing,
+    ])
 }
 
 /// Block 001-6. `configure_optimizers` gives the optimizer, with its schedule.
@@ -77,12 +89,51 @@ fn zero_3() -> Result<()> {
     }))
 }
 
+/// Block 001-10: optimizer states are in host memory, and updated there.
+fn zero_offload() -> Result<()> {
+    train_on_8(HpuDeepSpeedStrategy(DeepSpeedStrategy {
+        zero_optimization: true,
+        offload_optimizer: true,
+        ..DeepSpeedStrategy::stage(2)
+    }))
+}
+
+/// Block 001-11 as it is printed: that of ZeRO-Offload again.
+fn zero_infinity() -> Result<()> {
+    train_on_8(HpuDeepSpeedStrategy(DeepSpeedStrategy {
+        zero_optimization: true,
+        offload_optimizer: true,
+        ..DeepSpeedStrategy::stage(2)
+    }))
+}
+
+/// Block 001-11 as its title says: optimizer states and weights are in files.
+fn zero_infinity_in_files() -> Result<()> {
+    let strategy = HpuDeepSpeedStrategy(DeepSpeedStrategy {
+        zero_optimization: true,
+        offload_optimizer: true,
+        offload_parameters: true,
+        offload_optimizer_device: "nvme".to_owned(),
+        offload_params_device: "nvme".to_owned(),
+        nvme_path: "local_nvme".to_owned(),
+        max_in_cpu: 0,
+        ..DeepSpeedStrategy::stage(3)
+    });
+    let plugins = [DeepSpeedPrecisionPlugin::new("bf16-mixed")];
+    let builder = Trainer::builder().devices(2).accelerator(HpuAccelerator::from_env()?).strategy(strategy);
+    let mut trainer = builder.short().plugins(plugins).build()?;
+
+    let mlp = Mlp::new(MlpConfig { hidden_features: 2048, ..MlpConfig::default() })?;
+    trainer.fit(&mut Classifier::new(mlp), &mut MnistData::default())?;
+    report(&trainer)
+}
+
 /// Block 001-12.
 fn bf16_precision() -> Result<()> {
     train_on_8(HpuDeepSpeedStrategy(DeepSpeedStrategy::default()))
 }
 
-/// Blocks 001-7, 001-8, 001-9 and 001-12. What follows `build` runs in each of the eight ranks.
+/// Blocks 001-7, 001-8, 001-9, 001-10, 001-11 and 001-12. What follows `build` runs in each of the eight ranks.
 fn train_on_8(strategy: HpuDeepSpeedStrategy) -> Result<()> {
     let plugins = [DeepSpeedPrecisionPlugin::new("bf16-mixed")];
     let builder = Trainer::builder().devices(8).accelerator(HpuAccelerator::from_env()?).strategy(strategy);
@@ -131,5 +182,56 @@ fn bf16_optimizer() -> Result<()> {
 
     let mut data = MnistData::new(MnistDataConfig { batch_size: 2, ..MnistDataConfig::default() });
     trainer.fit(&mut LitClassifier::new()?, &mut data)?;
+    report(&trainer)
+}
+
+/// Block 001-14, where the sizes of layers are 32 alone, and no step is printed.
+#[derive(Module)]
+struct SampleModel {
+    l1: Linear,
+    l2: Linear,
+}
+
+/// Block 001-14: what the second layer saves for backward is dropped, and computed again.
+impl Forward for SampleModel {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let l1_out = self.l1.call(x)?;
+        let l2_out = checkpoint(&self.l2, &l1_out)?;
+        Ok(l2_out)
+    }
+}
+
+/// Block 001-14.
+impl LightningModule for SampleModel {
+    type Batch = (Tensor, Tensor);
+
+    fn training_step(&self, (x, y): &Self::Batch, ctx: &mut StepContext) -> Result<Tensor> {
+        let loss = self.call(x)?.f_sub(y)?.f_square()?.f_mean(Kind::Float)?;
+        ctx.log("train_loss", &loss);
+        Ok(loss)
+    }
+
+    fn configure_optimizers(&self) -> Result<Optimizers> {
+        AdamW::new(0.01).into()
+    }
+}
+
+/// Block 001-14. The input of `l2` is kept on the host until the backward pass, optimizer states always.
+fn activation_checkpointing() -> Result<()> {
+    let mut model = SampleModel { l1: Linear::new(32, 32)?, l2: Linear::new(32, 32)? };
+    let strategy = HpuDeepSpeedStrategy(DeepSpeedStrategy {
+        zero_optimization: true,
+        offload_optimizer: true,
+        cpu_checkpointing: true,
+        ..DeepSpeedStrategy::stage(3)
+    });
+    let plugins = [DeepSpeedPrecisionPlugin::new("bf16-mixed")];
+    let builder = Trainer::builder().accelerator(HpuAccelerator::from_env()?).strategy(strategy);
+    let mut trainer = builder.short().plugins(plugins).build()?;
+
+    let x = Tensor::f_randn([480, 32], (Kind::Float, tch::Device::Cpu))?;
+    let data = TensorDataset::new((x.shallow_clone(), x))?;
+    let loader = DataLoader::new(data).batch_size(8).build()?;
+    trainer.fit(&mut model, &mut Loaders::new().train(loader))?;
     report(&trainer)
 }

@@ -1,4 +1,4 @@
-#![doc = include_str!("../../../README.md")]
+#![doc = include_str!("../README.md")]
 #![deny(unsafe_code)]
 
 extern crate self as voltaic; // the derive names everything from `::voltaic`
@@ -11,6 +11,7 @@ pub mod ffi;
 
 pub mod accelerator;
 pub mod config;
+pub mod swap;
 
 pub mod distributed;
 
@@ -33,6 +34,7 @@ pub mod logger;
 
 pub mod trainer;
 
+pub mod generation;
 pub mod models;
 pub mod prelude;
 
@@ -41,6 +43,7 @@ pub mod cli;
 pub use device::Device;
 pub use error::{Error, Result};
 pub use lightning as module;
-pub use nn::Module;
+pub use nn::{Module, te};
+pub use tch;
 pub use tch::{Kind, Tensor};
 pub use voltaic_kernels as kernels;

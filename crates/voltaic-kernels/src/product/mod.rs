@@ -2,6 +2,7 @@
 
 pub(crate) mod amx;
 pub(crate) mod batched;
+pub(crate) mod float8;
 pub(crate) mod gemm;
 pub(crate) mod matrix;
 pub(crate) mod mkl;

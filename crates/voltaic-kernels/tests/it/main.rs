@@ -10,6 +10,7 @@ mod norms;
 mod numbers;
 mod products;
 mod random;
+mod updates;
 
 use std::env;
 use std::ffi::CString;

@@ -44,9 +44,10 @@ typedef struct {
   void (*release)(void *data); // when autograd's graph goes away, on any thread
   void *data;                  // owned by the shim, even if the call fails
 } vt_autograd_callbacks;
-// Makes `outputs`, which must have no history yet, results of a function of `inputs` with this gradient.
+// Makes `outputs`, which must have no history yet, results of a function of `inputs` with this gradient. Autograd saves the tensors in
+// `saved`, which follow the gradients of the outputs in `grad_outputs`.
 vt_error *vt_autograd_function(const vt_tensor *inputs, size_t num_inputs, const vt_tensor *outputs, size_t num_outputs,
-                               vt_autograd_callbacks callbacks);
+                               const vt_tensor *saved, size_t num_saved, vt_autograd_callbacks callbacks);
 // Calls backward with the gradient of `tensor` as its one output each time it is computed; what it gives for its one input
 // takes the gradient's place, and null leaves it. Tensor.register_hook.
 vt_error *vt_tensor_hook(vt_tensor tensor, vt_autograd_callbacks callbacks);
@@ -59,6 +60,49 @@ vt_error *vt_gradient_edge(vt_tensor tensor, size_t *node, uint32_t *output);
 vt_error *vt_at_backward_end(vt_autograd_callbacks callbacks);
 // Whether this thread runs a backward pass.
 int32_t vt_is_in_backward(void);
+
+// ---- activation checkpointing ----
+
+typedef struct {
+  // Runs the code of a segment again on these inputs, with grad. Not 0: it failed with what was written to `text`, at most
+  // `capacity` bytes, the last of them 0. On the thread that runs backward, perhaps again.
+  int32_t (*recompute)(void *data, const vt_tensor *inputs, size_t len, char *text, size_t capacity);
+  void (*release)(void *data); // when autograd's graph goes away, on any thread
+  void *data;                  // owned by the shim, even if the call fails
+} vt_recompute_callbacks;
+// Operators by name; segments share it, and it may be freed before them.
+typedef struct vt_save_policy vt_save_policy;
+vt_save_policy *vt_save_policy_new(void);
+// Adds the operators of a name such as aten::mm that compute new tensors, and says how many there are. Not once a segment has it.
+vt_error *vt_save_policy_add(vt_save_policy *policy, const char *name, size_t *found);
+void vt_save_policy_free(vt_save_policy *policy);
+
+// Until it is left, what operators of this thread save for backward is dropped, but for trained leaves. The first that backward asks
+// for brings all of them back by `recompute`. inputs_on_host: inputs on a device are copied to the host, and back for that.
+// policy: operators whose results are kept, and not computed again; null for none.
+typedef struct vt_segment vt_segment;
+vt_error *vt_segment_enter(const vt_tensor *inputs, size_t len, int32_t inputs_on_host, const vt_save_policy *policy,
+                           vt_recompute_callbacks callbacks, vt_segment **segment);
+void vt_segment_leave(vt_segment *segment);
+// Bytes of the storages of what was dropped so far.
+int64_t vt_segment_bytes(const vt_segment *segment);
+// Of the results that were kept so far.
+int64_t vt_segment_saved_bytes(const vt_segment *segment);
+// Whether the recomputation in progress on this thread has made all that was dropped: the rest of the code is of no use.
+int32_t vt_recompute_is_complete(void);
+// Whether the recomputation in progress ends by an error of the operator that saves the last tensor; gives what held before.
+int32_t vt_recompute_may_end(int32_t may_end);
+
+// Until it is left, what operators of this thread save in device memory, but for weights, goes to the host, and comes back when backward
+// asks for it; each brings the one that was saved before it, too.
+typedef struct vt_offload vt_offload;
+vt_error *vt_offload_enter(vt_offload **offload);
+void vt_offload_leave(vt_offload *offload);
+// Bytes that went to the host so far.
+int64_t vt_offload_bytes(const vt_offload *offload);
+
+// ---- gradients ----
+
 // torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=True, allow_unused=True):
 // grads[i] is undefined if there is none.
 // Tensors written to `grads` are owned by the caller.

@@ -9,8 +9,6 @@ namespace voltaic::autograd {
 
 namespace {
 
-constexpr int no_pass = -1;
-
 // The scopes of this thread, the outermost first. libtorch runs a nested pass on the thread that starts it (up to its limit of
 // recursion, 60), so that the first scope is of the outermost pass.
 thread_local std::vector<PassScope *> scopes;
@@ -21,9 +19,9 @@ void queue(std::function<void()> callback) {
 
 } // namespace
 
-bool is_in_backward() { return torch::autograd::get_current_graph_task_id() != no_pass; }
+int current_pass() { return torch::autograd::get_current_graph_task_id(); }
 
-PassScope::PassScope() : pass_(torch::autograd::get_current_graph_task_id()) { scopes.push_back(this); }
+PassScope::PassScope() : pass_(current_pass()) { scopes.push_back(this); }
 
 PassScope::~PassScope() { scopes.pop_back(); }
 
@@ -34,7 +32,7 @@ void PassScope::finish() {
 
 void at_backward_end(std::function<void()> callback) {
   TORCH_CHECK(is_in_backward(), "no backward pass is in progress");
-  const bool is_nested = !scopes.empty() && scopes.front()->pass_ != torch::autograd::get_current_graph_task_id();
+  const bool is_nested = !scopes.empty() && scopes.front()->pass_ != current_pass();
   if (is_nested)
     scopes.front()->at_end_.push_back(std::move(callback));
   else

@@ -5,8 +5,10 @@
 
 namespace voltaic::autograd {
 
-// Whether this thread runs a backward pass.
-bool is_in_backward();
+// The number of the backward pass that this thread runs, the innermost one.
+inline constexpr int no_pass = -1;
+int current_pass();
+inline bool is_in_backward() { return current_pass() != no_pass; }
 
 // libtorch calls code of ours within a backward pass, from construction to destruction. That code may run backward passes of its own
 // (a checkpoint recomputes its segment), which are nested in the pass that called it.

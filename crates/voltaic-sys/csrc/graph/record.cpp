@@ -3,6 +3,7 @@
 #define NDEBUG
 #endif
 
+#include "autograd/operators.h"
 #include "error.h"
 #include "graph/abi.h"
 #include "graph/graph.h"
@@ -13,10 +14,8 @@
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/library.h>
 
 #include <algorithm>
-#include <mutex>
 #include <set>
 #include <unordered_map>
 #include <utility>
@@ -33,7 +32,7 @@ namespace {
 using at::Tensor;
 using torch::jit::Stack;
 
-constexpr c10::DispatchKey key = c10::DispatchKey::Fake;
+constexpr c10::DispatchKey key = autograd::below_key;
 
 class Recorder final : public BlockWatch {
 public:
@@ -184,7 +183,7 @@ void Recorder::run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, Stac
   blocks_.clear();
   {
     const BlockWatchScope watch(this);
-    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key), stack);
+    autograd::run_below(op, keys, stack);
   }
   Node &node = recording_->nodes[index];
   for (const IValue &value : c10::ArrayRef<IValue>(stack->data() + stack->size() - num_results, num_results))
@@ -223,14 +222,14 @@ bool draws_through_others(const c10::OperatorHandle &op) {
 
 void record(const c10::OperatorHandle &op, c10::DispatchKeySet keys, Stack *stack) {
   if (recorder != nullptr && draws_through_others(op)) { // those are recorded
-    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key), stack);
+    autograd::run_below(op, keys, stack);
     return;
   }
   const c10::impl::ExcludeDispatchKeyGuard below(key);
   if (recorder != nullptr)
     recorder->run(op, keys, stack);
   else // autograd carried the key to another thread
-    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key), stack);
+    autograd::run_below(op, keys, stack);
 }
 
 // Composite operators that read a tensor's data on the host, with no operator for it that could be recorded: the sizes
@@ -254,11 +253,8 @@ thread_local at::CallbackHandle watch_of_readers = at::INVALID_CALLBACK_HANDLE;
 constinit thread_local uint64_t began = 0; // ticks of the profiler
 
 void register_recorder() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    static auto *library = new torch::Library(torch::Library::IMPL, "_", key, __FILE__, __LINE__);
-    library->fallback(torch::CppFunction::makeFromBoxedFunction<&record>());
-  });
+  autograd::register_below();
+  autograd::set_recorder(&record);
 }
 
 } // namespace

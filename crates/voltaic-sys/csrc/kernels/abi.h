@@ -1,13 +1,13 @@
 // Kernels of the CPU that are written in Rust. See voltaic.h for errors, ownership and threads.
 #pragma once
 
-#include "voltaic.h"
+#include "tensor/abi.h"
 
 extern "C" {
 
 // ---- kernels of the CPU that are written in Rust ----
 
-enum vt_float : int32_t { VT_FLOAT32 = 0, VT_BFLOAT16 = 1 };
+enum vt_float : int32_t { VT_FLOAT32 = 0, VT_BFLOAT16 = 1, VT_FLOAT16 = 2 }; // float16 in updates alone
 
 // out = a b, or out += a b, of matrices of one dtype, `batches` times. Strides in elements, of batch, row and column.
 typedef struct {
@@ -70,6 +70,29 @@ typedef struct {
   uint32_t *words; // 624
 } vt_mt19937;
 
+// A step of an optimizer: Adam (AdamW if decoupled) with the states exp_avg, exp_avg_sq and, with amsgrad, their maxima; SGD
+// with a buffer if momentum is not 0; Adagrad with sums of squares; Lion with exp_avg.
+enum vt_update_kind : int32_t { VT_ADAM = 0, VT_SGD = 1, VT_ADAGRAD = 2, VT_LION = 3 };
+typedef struct {
+  int32_t kind;
+  double lr, weight_decay, beta1, beta2, eps, momentum, dampening, lr_decay;
+  int32_t decoupled, amsgrad, nesterov, maximize, is_first_step;
+} vt_update_rule;
+
+// Numbers of a tensor in their order in memory; null for none.
+typedef struct {
+  void *data;
+  int32_t dtype;
+} vt_numbers;
+
+// A parameter in a step.
+typedef struct {
+  int64_t len;
+  vt_numbers weights, grad, states[3];
+  vt_numbers rounded; // of 16 bits, written with the new weights
+  double step;        // of Adam the count with this step, infinity for no correction; of Adagrad that of steps before
+} vt_update;
+
 // What became of a call. A declined one is libtorch's; a product may have written to `out` before it is declined.
 enum vt_kernel_status : int32_t { VT_KERNEL_FAILED = -1, VT_KERNEL_DECLINED = 0, VT_KERNEL_DONE = 1 };
 
@@ -112,9 +135,60 @@ typedef struct {
   // `output` is null if the gradient of the input is not wanted.
   int32_t (*batch_norm_backward)(const vt_batch_norm *norm, const void *grad, void *output, float *grad_weight,
                                  float *grad_bias);
+  // What is written is memory of its own.
+  int32_t (*update)(const vt_update_rule *rule, const vt_update *updates, size_t len);
 } vt_kernels;
 
 // Puts the kernels in the place of libtorch's, once per process. They live as long as it.
 vt_error *vt_install_kernels(const vt_kernels *kernels);
+
+// One step of a kernel in one pass over memory. Weights, gradients and states may have float32, bfloat16 or float16.
+// `rounded` is null or has a tensor of 16 bits for each parameter, undefined for none. `steps` as in vt_update, or null for
+// rules that do not count. is_done: 1, with `grads` emptied, or 0 if there is no kernel for these tensors, with nothing done.
+vt_error *vt_update_lists(const vt_list *params, vt_list *grads, const vt_list *const *states, size_t num_states,
+                          const vt_list *rounded, const double *steps, const vt_update_rule *rule, int32_t *is_done);
+
+// ---- float8 ----
+
+// Numbers of 8 bits as torch has them; casts to e4m3 end at 240.
+enum vt_float8 : int32_t { VT_E4M3 = 0, VT_E5M2 = 1 };
+
+// As vt_kernels; `dtype` is VT_FLOAT32 or VT_BFLOAT16.
+typedef struct {
+  int32_t (*failure)(char *text, size_t len);
+  // Casts input * scale, stochastically with a seed, else to the nearest; amax is the largest magnitude of the input.
+  int32_t (*cast)(int32_t dtype, const void *input, int64_t len, int32_t format, float scale, const uint64_t *seed, void *output,
+                  float *amax);
+  int32_t (*largest)(int32_t dtype, const void *input, int64_t len, float *amax);
+  int32_t (*widen)(int32_t format, const void *input, int64_t len, int32_t dtype, void *output);
+  int32_t (*new_scale)(float amax, float before, int32_t format, int32_t margin, float *scale);
+  // Rows of float32 times the rows of a matrix of codes, `depth` numbers each: output [rows, columns]. `is_known` is 0 if they are too many.
+  int32_t (*rows)(const float *input, int64_t rows, const void *codes, int64_t columns, int64_t depth, int32_t format, float *output,
+                  int32_t *is_known);
+} vt_float8_kernels;
+
+// Defines the operators voltaic::fp8_*, on the CPU and emulated HPUs; once per process, before those below.
+vt_error *vt_install_float8(const vt_float8_kernels *kernels);
+
+// The scales of some tensors: [tensors] float32 twice, [rows, tensors] float32, [1] int32, all dense.
+typedef struct {
+  vt_tensor scale, scale_inv, amax_history, amax_history_index;
+} vt_fp8_meta;
+
+// Casts with the scale in `slot`, and if it measures writes the largest magnitude to the row of the history. `dtype` is c10's number.
+// Both results are the caller's.
+vt_error *vt_fp8_cast(vt_tensor input, const vt_fp8_meta *meta, int64_t slot, int32_t measures, int32_t dtype, int32_t is_stochastic,
+                      vt_tensor *codes, vt_tensor *scale_inv);
+// Casts with a scale from the input itself, of all or of each row.
+vt_error *vt_fp8_cast_current(vt_tensor input, int32_t by_row, int32_t dtype, int64_t margin, int32_t is_stochastic, vt_tensor *codes,
+                              vt_tensor *scale_inv);
+// New scales from the history: its row, or with uses_max the largest of all; then the next row.
+vt_error *vt_fp8_update(const vt_fp8_meta *meta, int32_t dtype, int64_t margin, int32_t uses_max);
+// The numbers of codes in float32 or bfloat16, exactly.
+vt_error *vt_fp8_from(vt_tensor codes, int32_t dtype, vt_tensor *numbers);
+// (a b) a_scale_inv b_scale_inv + bias, of float8 matrices, or without a bias of batches of them; the inverses have one number, or one for each row of a or column of b.
+// `bias` may be null.
+vt_error *vt_fp8_mm(vt_tensor a, vt_tensor b, vt_tensor a_scale_inv, vt_tensor b_scale_inv, vt_tensor bias, int32_t out_dtype,
+                    vt_tensor *out);
 
 } // extern "C"

@@ -37,5 +37,6 @@ vt_error *vt_install_kernels(const vt_kernels *kernels) {
     install_elementwise(library);
     install_convolutions(library);
     install_images(library);
+    install_updates(library);
   });
 }

@@ -89,5 +89,6 @@ void install_attention(torch::Library &library);
 void install_elementwise(torch::Library &library);
 void install_convolutions(torch::Library &library);
 void install_images(torch::Library &library);
+void install_updates(torch::Library &library);
 
 } // namespace voltaic

@@ -11,8 +11,14 @@ extern "C" {
 vt_error *vt_storage_release(vt_tensor tensor, size_t *bytes);
 // Gives them memory again, whose contents are not set; nothing to do if they have as much.
 vt_error *vt_storage_restore(vt_tensor tensor, size_t bytes);
+// Puts the memory of another tensor, which is contiguous and on the same device, in the place of theirs; it lives as long as they use it.
+vt_error *vt_storage_lend(vt_tensor tensor, vt_tensor memory);
 // Copies values without a new version of the tensor, so that autograd goes on with what it has saved.
 vt_error *vt_storage_refill(vt_tensor tensor, vt_tensor values);
+// A tensor in pinned host memory with the size and dtype of `like`, whose values are not set.
+vt_error *vt_empty_pinned(vt_tensor like, vt_tensor *pinned);
+// Copies values between a device and pinned host memory, in the order of the device's stream, which the caller does not wait for.
+vt_error *vt_copy_async(vt_tensor to, vt_tensor from);
 // Tells memories apart, and how many bytes a tensor's has; 0 after vt_storage_release.
 vt_error *vt_storage_describe(vt_tensor tensor, size_t *id, size_t *bytes);
 // Sets how often autograd takes a tensor for changed: backward refuses values that were saved at another count.
@@ -82,8 +88,11 @@ vt_error *vt_list_bind_grads(const vt_list *params, const vt_list *grads, int32_
 // Whether `grads`, as vt_list_all_grads gave them, are still the gradients of `params`.
 vt_error *vt_list_are_grads(const vt_list *params, const vt_list *grads, int32_t *are_grads);
 // The same for an update: a gradient with other strides than its parameter is replaced by a copy. status[i] tells of
-// parameter i; a sparse or complex gradient, or one of another dtype, device or shape, is unusable and left out.
-vt_error *vt_list_grads_for_update(const vt_list *params, vt_list *grads, uint8_t *status);
+// parameter i; a sparse or complex gradient, or one of another dtype, device or shape, is unusable and left out. One of
+// bfloat16 or float16 is usable for a parameter of float32, and stays as it is; are_narrowed: there is one.
+vt_error *vt_list_grads_for_update(const vt_list *params, vt_list *grads, uint8_t *status, int32_t *are_narrowed);
+// Replaces gradients of bfloat16 and float16 of parameters of float32 by copies in float32.
+vt_error *vt_list_widen_grads(const vt_list *params);
 
 typedef struct {
   double lr, weight_decay, momentum, dampening;

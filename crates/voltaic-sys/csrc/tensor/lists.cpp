@@ -1,5 +1,5 @@
 #include "error.h"
-#include "tensor/abi.h"
+#include "tensor/lists.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_clamp_max.h>
@@ -17,23 +17,11 @@
 #include <memory>
 #include <vector>
 
+using voltaic::note_written;
+using voltaic::same_layout;
 using voltaic::to_optional;
 
-struct vt_list {
-  std::vector<at::Tensor> tensors;
-};
-
 namespace {
-
-// Whether element i of one tensor's memory is element i of the other's. Strides of dimensions of size 1 mean nothing.
-bool same_layout(const at::Tensor &a, const at::Tensor &b) {
-  if (a.sizes() != b.sizes())
-    return false;
-  for (int64_t dim = 0; dim < a.dim(); ++dim)
-    if (a.size(dim) != 1 && a.stride(dim) != b.stride(dim))
-      return false;
-  return true;
-}
 
 // The kernels walk raw memory and check none of this themselves.
 void check_alike(const vt_list *params, const vt_list *others, const char *name) {
@@ -91,11 +79,9 @@ const std::vector<at::Tensor> &or_empty(const vt_list *list) {
   return list == nullptr ? empty : list->tensors;
 }
 
-// The fused kernels do not say to autograd that they write.
-void note_written(const vt_list *params) {
-  for (const at::Tensor &param : params->tensors)
-    if (!param.is_inference())
-      param.unsafeGetTensorImpl()->bump_version();
+// Whether a gradient has 16 bits where its parameter has float32.
+bool is_narrowed(const at::Tensor &grad, const at::Tensor &param) {
+  return param.scalar_type() == at::kFloat && (grad.scalar_type() == at::kBFloat16 || grad.scalar_type() == at::kHalf);
 }
 
 } // namespace
@@ -189,23 +175,36 @@ vt_error *vt_list_are_grads(const vt_list *params, const vt_list *grads, int32_t
   });
 }
 
-vt_error *vt_list_grads_for_update(const vt_list *params, vt_list *grads, uint8_t *status) {
+vt_error *vt_list_grads_for_update(const vt_list *params, vt_list *grads, uint8_t *status, int32_t *are_narrowed) {
   return voltaic::guard([&] {
     at::NoGradGuard no_grad;
     grads->tensors.clear();
+    *are_narrowed = 0;
     for (size_t i = 0; i < params->tensors.size(); ++i) {
       const at::Tensor &param = params->tensors[i];
       const at::Tensor &grad = param.grad();
       if (!grad.defined()) {
         status[i] = VT_GRAD_ABSENT;
-      } else if (grad.layout() != at::kStrided || grad.is_complex() || grad.scalar_type() != param.scalar_type() ||
+      } else if (grad.layout() != at::kStrided || grad.is_complex() ||
+                 (grad.scalar_type() != param.scalar_type() && !is_narrowed(grad, param)) ||
                  grad.device() != param.device() || grad.sizes() != param.sizes()) {
         status[i] = VT_GRAD_UNUSABLE;
       } else {
         status[i] = VT_GRAD_PRESENT;
         grads->tensors.push_back(same_layout(grad, param) ? grad : at::empty_like(param).copy_(grad));
+        if (grads->tensors.back().scalar_type() != param.scalar_type())
+          *are_narrowed = 1;
       }
     }
+  });
+}
+
+vt_error *vt_list_widen_grads(const vt_list *params) {
+  return voltaic::guard([&] {
+    at::NoGradGuard no_grad;
+    for (const at::Tensor &param : params->tensors)
+      if (const at::Tensor &grad = param.grad(); grad.defined() && is_narrowed(grad, param))
+        param.mutable_grad() = grad.to(at::kFloat);
   });
 }
 
@@ -232,7 +231,7 @@ vt_error *vt_fused_sgd(const vt_list *params, vt_list *grads, const vt_list *mom
                       options->momentum, lr, options->dampening, options->nesterov != 0, options->maximize != 0,
                       is_first_step != 0);
     });
-    note_written(params);
+    note_written(params->tensors);
   });
 }
 
@@ -266,7 +265,7 @@ vt_error *vt_fused_adam(const vt_list *params, vt_list *grads, const vt_adam_sta
       update([](auto &&...args) { at::_fused_adam_(args...); });
     if (inf.has_value()) // a skipped update is not counted
       at::_foreach_sub_(state->steps->tensors, std::vector<at::Tensor>(state->steps->tensors.size(), *inf));
-    note_written(params);
+    note_written(params->tensors);
   });
 }
 

@@ -5,7 +5,11 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/ops/randperm.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <optional>
 
 namespace {
 
@@ -15,6 +19,30 @@ at::Generator default_generator(int32_t device_type, int32_t device_index) {
   if (type == c10::DeviceType::CPU)
     return at::detail::getDefaultCPUGenerator();
   return at::globalContext().defaultGenerator(c10::Device(type, static_cast<c10::DeviceIndex>(device_index)));
+}
+
+at::Tensor state_of(const std::optional<at::Generator> &given) {
+  at::Generator generator = given.has_value() ? *given : at::detail::getDefaultCPUGenerator();
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_state_of(const at::Tensor &state, const std::optional<at::Generator> &given) {
+  at::Generator generator = given.has_value() ? *given : at::detail::getDefaultCPUGenerator();
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_state(state);
+}
+
+// As operators, so that a graph has them: a replay puts its generator where the capture did.
+TORCH_LIBRARY(voltaic, library) {
+  library.def("rng_state(Generator? generator) -> Tensor",
+              torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &state_of));
+  library.def("set_rng_state(Tensor state, Generator? generator) -> ()",
+              torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &set_state_of));
+}
+
+template <typename Signature> auto operator_named(const char *name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
 } // namespace
@@ -37,17 +65,16 @@ vt_error *vt_manual_seed(uint64_t seed) {
 
 vt_error *vt_rng_get_state(int32_t device_type, int32_t device_index, vt_tensor *state) {
   return voltaic::guard([&] {
-    at::Generator generator = default_generator(device_type, device_index);
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    *state = new at::Tensor(generator.get_state());
+    static const auto get = operator_named<at::Tensor(const std::optional<at::Generator> &)>("voltaic::rng_state");
+    *state = new at::Tensor(get.call(default_generator(device_type, device_index)));
   });
 }
 
 vt_error *vt_rng_set_state(int32_t device_type, int32_t device_index, vt_tensor state) {
   return voltaic::guard([&] {
-    at::Generator generator = default_generator(device_type, device_index);
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    generator.set_state(*state);
+    static const auto set =
+        operator_named<void(const at::Tensor &, const std::optional<at::Generator> &)>("voltaic::set_rng_state");
+    set.call(*state, default_generator(device_type, device_index));
   });
 }
 

@@ -7,6 +7,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/Storage.h>
 
+#include <memory>
+
 namespace {
 
 // libtorch can forbid to read a storage, but has no function that allows it again. An explicit instantiation may name a private
@@ -50,10 +52,37 @@ vt_error *vt_storage_restore(vt_tensor tensor, size_t bytes) {
   });
 }
 
+vt_error *vt_storage_lend(vt_tensor tensor, vt_tensor memory) {
+  return voltaic::guard([&] {
+    const c10::Storage &storage = tensor->storage();
+    TORCH_CHECK(memory->device() == storage.device() && memory->is_contiguous(),
+                "memory that is lent must be contiguous, and on the device of the tensor");
+    auto held = std::make_unique<at::Tensor>(*memory);
+    void *first = held->mutable_data_ptr();
+    c10::DataPtr lent(first, held.release(), [](void *kept) { delete static_cast<at::Tensor *>(kept); }, storage.device());
+    allow_reading(*storage.unsafeGetStorageImpl());
+    storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(lent));
+    storage.set_nbytes(memory->nbytes());
+  });
+}
+
 vt_error *vt_storage_refill(vt_tensor tensor, vt_tensor values) {
   return voltaic::guard([&] {
     const at::AutoDispatchBelowADInplaceOrView guard; // no new version: what backward has saved is the same weight
     tensor->copy_(*values);
+  });
+}
+
+vt_error *vt_empty_pinned(vt_tensor like, vt_tensor *pinned) {
+  return voltaic::guard([&] {
+    const auto options = at::TensorOptions().dtype(like->dtype()).device(at::kCPU).pinned_memory(true);
+    *pinned = new at::Tensor(at::empty(like->sizes(), options));
+  });
+}
+
+vt_error *vt_copy_async(vt_tensor to, vt_tensor from) {
+  return voltaic::guard([&] {
+    to->copy_(*from, /*non_blocking=*/true);
   });
 }
 

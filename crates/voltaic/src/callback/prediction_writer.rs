@@ -124,7 +124,7 @@ pub trait WritePredictions: Send {
 /// Tensors that `predict_step` gives by name (`ctx.output("boxes", &boxes)`) are written beside `prediction`, by their names. A
 /// value that is no tensor is refused: write it with a [`WritePredictions`] of your own, which finds it in `ctx.outputs()`.
 ///
-/// `-<rank>` is there if there are several ranks. With `write_interval=batch` and `trainer.return_predictions(false)` no
+/// `-<rank>` is there if there are several ranks with other batches. With `write_interval=batch` and `trainer.return_predictions(false)` no
 /// prediction is kept in memory.
 pub struct PredictionWriter {
     interval: WriteInterval,
@@ -175,6 +175,9 @@ impl Callback for PredictionWriter {
         ctx: &mut HookContext,
         _module: &mut dyn Module,
     ) -> anyhow::Result<()> {
+        if ctx.device_mesh().tp.rank > 0 {
+            return Ok(()); // which has what another rank writes
+        }
         let outputs = ctx.outputs();
         let named = outputs.named().filter_map(|(name, value)| match value {
             OutputValue::Tensor(tensor) => Some((name.to_owned(), tensor.shallow_clone())),
@@ -202,7 +205,7 @@ impl Callback for PredictionWriter {
         ctx: &mut HookContext,
         _module: &mut dyn Module,
     ) -> anyhow::Result<()> {
-        if self.interval.is_on_epoch() {
+        if self.interval.is_on_epoch() && ctx.device_mesh().tp.rank == 0 {
             let batches = std::mem::take(&mut self.batches);
             self.writer.write_on_epoch_end(ctx, &batches)?;
         }
@@ -225,7 +228,8 @@ impl SafetensorsWriter {
 
 /// `<stem>.safetensors`, with the rank behind the stem if there are several.
 fn path(ctx: &HookContext, folder: &Path, stem: &str) -> PathBuf {
-    let rank = ctx.process_group().map(|group| format!("-{}", group.rank())).unwrap_or_default();
+    let dp = &ctx.device_mesh().dp;
+    let rank = if dp.size > 1 { format!("-{}", dp.rank) } else { String::new() };
     folder.join(format!("{stem}{rank}.safetensors"))
 }
 

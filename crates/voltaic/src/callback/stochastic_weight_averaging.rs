@@ -101,8 +101,8 @@ impl StochasticWeightAveraging {
             PerGroup::All(rate) => std::slice::from_ref(rate),
             PerGroup::Each(rates) => rates,
         };
-        if rates.is_empty() || rates.iter().any(|rate| !(rate.is_finite() && *rate > 0.0)) {
-            let what = format!("{rates:?} is not above 0");
+        if rates.is_empty() || rates.iter().any(|rate| !((*rate as f32).is_finite() && *rate > 0.0)) {
+            let what = format!("{rates:?} is not above 0, or no number that float32 can hold");
             refuse("swa_lrs", what, "give a learning rate such as 0.05, or one for each group");
         }
         match config.swa_epoch_start {

@@ -1,7 +1,7 @@
 //! Writes checkpoints in the background.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, Once, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
@@ -10,7 +10,8 @@ use serde_json::Value;
 use super::checkpoint::Checkpoint;
 use super::io::{CheckpointIo, FileCheckpointIo};
 use super::shards::gather::as_on_all;
-use crate::distributed::ProcessGroup;
+use super::shards::write::{not_saved, of_rank};
+use crate::distributed::{IN_BACKGROUND, ProcessGroup, collective_scope};
 use crate::error::{Error, Result};
 
 /// Snapshots kept in memory at a time: the best and the last checkpoint of one moment. A third save waits.
@@ -20,23 +21,39 @@ const MAX_SNAPSHOTS: usize = 2;
 ///
 /// Links and removals wait for the checkpoints before them, and are skipped if one of those could not be written, so that the last
 /// good checkpoint is kept. An error is returned by the next save, at the latest at the end of the fit. Lightning's
-/// `AsyncCheckpointIO`.
+/// `AsyncCheckpointIO`, and `torch.distributed.checkpoint.async_save` for ranks that have parts.
+///
+/// Of a checkpoint of which ranks have parts, each rank copies its own. The threads of all ranks then save it together, over a process
+/// group of their own. An error of one rank is that of all.
 pub struct AsyncCheckpointIo {
     inner: Arc<Mutex<Box<dyn CheckpointIo>>>,
     /// The user chose the inner one.
     is_chosen: bool,
     worker: Option<Worker>,
+    group: Option<ThreadGroup>,
+}
+
+/// The group in which the threads of all ranks save together.
+struct ThreadGroup {
+    /// Made from this one.
+    of: ProcessGroup,
+    group: Arc<ProcessGroup>,
 }
 
 impl AsyncCheckpointIo {
     /// Around the accelerator's own [`CheckpointIo`].
     pub fn new() -> Self {
-        Self { inner: Arc::new(Mutex::new(Box::new(FileCheckpointIo))), is_chosen: false, worker: None }
+        Self {
+            inner: Arc::new(Mutex::new(Box::new(FileCheckpointIo))),
+            is_chosen: false,
+            worker: None,
+            group: None,
+        }
     }
 
     /// Around `inner`, which is called on another thread with tensors of the host.
     pub fn around(inner: impl CheckpointIo + 'static) -> Self {
-        Self { inner: Arc::new(Mutex::new(Box::new(inner))), is_chosen: true, worker: None }
+        Self { inner: Arc::new(Mutex::new(Box::new(inner))), is_chosen: true, worker: None, group: None }
     }
 
     fn worker(&mut self) -> Result<&mut Worker> {
@@ -52,13 +69,16 @@ impl AsyncCheckpointIo {
         self.worker.as_mut().map_or(Ok(()), |worker| worker.wait_for_saves(0))
     }
 
-    /// The same before something that all ranks do together.
-    fn wait_for_ranks(&mut self) -> Result<()> {
-        static TOLD: Once = Once::new();
-        TOLD.call_once(|| {
-            tracing::info!("AsyncCheckpointIo: training waits for checkpoints of which ranks have parts");
-        });
-        self.wait()
+    /// The group for the threads of these ranks.
+    ///
+    /// # Collective
+    /// All ranks must call it.
+    fn group(&mut self, ranks: &ProcessGroup) -> Result<Arc<ProcessGroup>> {
+        let own = match self.group.take().filter(|own| own.of.is_same(ranks)) {
+            Some(own) => own,
+            None => ThreadGroup { of: ranks.shared(), group: Arc::new(ranks.for_thread()?) },
+        };
+        Ok(self.group.insert(own).group.clone())
     }
 }
 
@@ -87,7 +107,8 @@ impl CheckpointIo for AsyncCheckpointIo {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).reads_parts()
     }
 
-    /// Training waits for it: the ranks have to agree when their files are there.
+    /// # Sync
+    /// Copies this rank's tensors to the host.
     fn save_parts(
         &mut self,
         checkpoint: &Checkpoint,
@@ -95,9 +116,13 @@ impl CheckpointIo for AsyncCheckpointIo {
         path: &Path,
         storage_options: Option<&Value>,
     ) -> Result<()> {
-        as_on_all(self.wait_for_ranks(), ranks, path)?;
-        let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        inner.save_parts(checkpoint, ranks, path, storage_options)
+        let begun = self.worker().and_then(|worker| {
+            worker.wait_for_saves(MAX_SNAPSHOTS - 1)?;
+            Ok(Box::new(checkpoint.snapshot()?))
+        });
+        let snapshot = as_on_all(begun, ranks, path)?; // or the threads of the others would wait for this rank's
+        let group = self.group(ranks)?;
+        self.worker()?.send(Job::SaveParts(snapshot, group, path.to_path_buf(), storage_options.cloned()))
     }
 
     fn load_checkpoint(&mut self, path: &Path) -> Result<Checkpoint> {
@@ -130,18 +155,28 @@ impl CheckpointIo for AsyncCheckpointIo {
 
 enum Job {
     Save(Box<Checkpoint>, PathBuf, Option<Value>),
+    SaveParts(Box<Checkpoint>, Arc<ProcessGroup>, PathBuf, Option<Value>),
     Remove(PathBuf),
     Link(PathBuf, PathBuf),
 }
 
 impl Job {
     fn is_save(&self) -> bool {
-        matches!(self, Self::Save(..))
+        matches!(self, Self::Save(..) | Self::SaveParts(..))
     }
 
     fn run(self, io: &mut dyn CheckpointIo) -> Result<()> {
         match self {
             Self::Save(checkpoint, path, options) => io.save_checkpoint(&checkpoint, &path, options.as_ref()),
+            Self::SaveParts(checkpoint, group, path, options) => {
+                let _named = collective_scope(format!("checkpoint {IN_BACKGROUND}"));
+                let saved = io.save_parts(&checkpoint, &group, &path, options.as_ref());
+                saved.map_err(|error| match error {
+                    // these connections are not those of training, where all ranks get the error
+                    Error::Distributed(_) => not_saved(&path, of_rank(group.rank(), error)),
+                    error => error,
+                })
+            }
             Self::Remove(path) => io.remove_checkpoint(&path),
             Self::Link(target, path) => io.link_checkpoint(&target, &path),
         }
@@ -206,7 +241,7 @@ impl Worker {
             let answer = match self.results.try_recv() {
                 Err(crossbeam_channel::TryRecvError::Empty) if !must_wait => break,
                 Ok(answer) => answer,
-                // the writer is at work on files of this machine, as it would be without the thread
+                // the writer is at work on files, or waits for other ranks, no longer than their time-out
                 Err(_) => self.results.recv().map_err(|_| died())?,
             };
             self.open.pop_front();

@@ -54,6 +54,9 @@ pub struct CheckpointMeta {
     pub module: String,
     /// The values that made the module.
     pub hyper_parameters: serde_json::Value,
+    /// Names of frozen parameters that are left out, if some are.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub frozen: Vec<String>,
 }
 
 /// State of the training loop.
@@ -67,6 +70,8 @@ pub struct TrainingState {
     pub callbacks: Vec<(String, Tensor)>,
     /// Tensors that the module has given in `on_save_checkpoint`, by name.
     pub module: Vec<(String, Tensor)>,
+    /// Scales and histories of layers that compute in float8, by fqn and name.
+    pub fp8: Vec<(String, Tensor)>,
     /// What the module's metrics have accumulated in an epoch that is not over, by fqn and part.
     pub metrics: Vec<(String, Tensor)>,
     /// States of random number generators, by device name.
@@ -112,6 +117,15 @@ impl Checkpoint {
                 Some((name.strip_prefix(prefix)?.to_owned(), tensor.shallow_clone()))
             })
             .collect()
+    }
+
+    /// Leaves out weights with these names, of parameters that are frozen.
+    pub(crate) fn leave_out(&mut self, frozen: Vec<String>) {
+        let stays = |name: &str| !frozen.iter().any(|frozen| frozen == name);
+        self.weights.retain(|(name, _)| stays(name));
+        self.parts.retain(|part| stays(&part.name));
+        self.tied.retain(|(alias, _)| stays(alias));
+        self.meta.frozen = frozen;
     }
 
     /// The checkpoint with all its tensors on the host; those that are there are shared.
@@ -202,6 +216,7 @@ impl TrainingState {
             grads: converted(&self.grads, convert)?,
             callbacks: converted(&self.callbacks, convert)?,
             module: converted(&self.module, convert)?,
+            fp8: converted(&self.fp8, convert)?,
             metrics: converted(&self.metrics, convert)?,
             rng: converted(&self.rng, convert)?,
             json: self.json.clone(),

@@ -213,14 +213,15 @@ pub(super) fn cover_problem<'a>(
     })
 }
 
-/// What a rank has of a tensor: a range of the elements of a chunk, in row-major order.
+/// What a rank has of a tensor: a range of the elements of some chunks, one behind the other, each in row-major order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShardSpec {
     /// Shape of the whole tensor.
     pub shape: Vec<i64>,
-    /// All of the tensor, or the rows or columns that tensor parallelism gives the rank.
-    pub chunk: Chunk,
-    /// Elements of the flattened chunk: all, or the range that ZeRO gives the rank, perhaps an empty one.
+    /// All of the tensor, or the rows or columns that tensor parallelism gives the rank: several chunks if it divides the parts of a
+    /// packed weight.
+    pub chunks: Vec<Chunk>,
+    /// Elements of the flattened chunks: all, or the range that ZeRO gives the rank, perhaps an empty one.
     pub range: Range<usize>,
 }
 
@@ -237,7 +238,12 @@ impl ShardSpec {
 
     /// All of a chunk. [`ShardSpec::range`] may then be narrowed to a part of the flattened chunk.
     pub fn of_chunk(shape: &[i64], chunk: Chunk) -> Self {
-        Self { shape: shape.to_vec(), range: 0..chunk.numel(), chunk }
+        Self::of_chunks(shape, vec![chunk])
+    }
+
+    /// All of some chunks.
+    pub fn of_chunks(shape: &[i64], chunks: Vec<Chunk>) -> Self {
+        Self { shape: shape.to_vec(), range: 0..chunks.iter().map(Chunk::numel).sum(), chunks }
     }
 
     /// The same elements of another tensor of this shape, flattened; a view if they lie side by side.
@@ -245,26 +251,41 @@ impl ShardSpec {
     /// # Errors
     /// libtorch's, if it has another shape.
     pub fn of(&self, whole: &Tensor) -> Result<Tensor> {
-        let mut own = whole.f_detach()?;
-        for (dim, (&offset, &size)) in self.chunk.offsets.iter().zip(&self.chunk.sizes).enumerate() {
-            own = own.f_narrow(dim as i64, offset as i64, size as i64)?;
-        }
-        let flat = own.f_reshape([-1_i64])?;
+        let flat = |chunk: &Chunk| -> Result<Tensor> {
+            let mut own = whole.f_detach()?;
+            for (dim, (&offset, &size)) in chunk.offsets.iter().zip(&chunk.sizes).enumerate() {
+                own = own.f_narrow(dim as i64, offset as i64, size as i64)?;
+            }
+            Ok(own.f_reshape([-1_i64])?)
+        };
+        let flat = match &self.chunks[..] {
+            [one] => flat(one)?,
+            several => Tensor::f_cat(&several.iter().map(flat).collect::<Result<Vec<_>>>()?, 0)?,
+        };
         Ok(flat.f_narrow(0, self.range.start as i64, self.range.len() as i64)?)
     }
 
     /// What is wrong with it.
     pub(super) fn problem(&self) -> Option<String> {
-        let Self { shape, chunk, range } = self;
-        chunk.problem(&usizes(shape)).or_else(|| {
-            let is_within = range.start <= range.end && range.end <= chunk.numel();
-            (!is_within).then(|| format!("has elements {range:?} of a chunk of {}", chunk.numel()))
+        let Self { shape, chunks, range } = self;
+        let shape = usizes(shape);
+        chunks.iter().find_map(|chunk| chunk.problem(&shape)).or_else(|| {
+            let numel = chunks.iter().map(Chunk::numel).sum();
+            let is_within = range.start <= range.end && range.end <= numel;
+            (!is_within).then(|| format!("has elements {range:?} of chunks of {numel}"))
         })
     }
 
     /// The rectangles that it consists of, in the order of its elements.
     pub(super) fn rectangles(&self) -> Vec<Chunk> {
-        self.chunk.rectangles(self.range.clone())
+        let (mut found, mut first) = (Vec::new(), 0);
+        for chunk in &self.chunks {
+            let (start, end) = (first, first + chunk.numel());
+            let own = self.range.start.clamp(start, end)..self.range.end.clamp(start, end);
+            found.extend(chunk.rectangles(own.start - start..own.end - start));
+            first = end;
+        }
+        found
     }
 }
 

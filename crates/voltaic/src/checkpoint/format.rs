@@ -15,7 +15,7 @@ use tch::{Kind, Tensor};
 use super::atomic::write_atomically;
 use super::budget::{Budget, ReadLimits};
 use super::checkpoint::{Checkpoint, CheckpointMeta, FORMAT_VERSION, Part, RankState, TrainingState};
-use super::stream::{Planned, bytes_of, patch, write_tensors};
+use super::stream::{Planned, bytes_of, of_size, patch, write_tensors};
 use crate::config::read_file;
 use crate::dtype::DtypeNames;
 use crate::error::{CheckpointError, Error, Problem, Result};
@@ -95,6 +95,7 @@ pub(super) fn shared_tensors(checkpoint: &Checkpoint) -> Vec<(String, &Tensor, b
         named.extend(optimizer.iter().map(|(n, t)| (optimizer_name(i, n), t, true)));
     }
     named.extend(training.callbacks.iter().map(|(n, t)| (callback_name(n), t, false)));
+    named.extend(training.fp8.iter().map(|(n, t)| (format!("{PREFIX}fp8.{n}"), t, false)));
     named.extend(training.module.iter().map(|(n, t)| (format!("{PREFIX}module.{n}"), t, false)));
     named
 }
@@ -220,7 +221,8 @@ pub(super) fn write_file(
         ("format".to_owned(), "pt".to_owned()),
     ]);
     write_atomically(path, |writer| {
-        let written = write_tensors(&mut *writer, planned, metadata, bytes_of)?;
+        let written = write_tensors(&mut *writer, planned, metadata, bytes_of);
+        let written = written.map_err(|error| of_size(error, planned))?;
         // the digits are in the header, which comes before what they are computed of
         match checksum_at(&written.header) {
             Some(at) => patch(writer, at as u64, format!("{:08x}", written.crc).as_bytes()),
@@ -493,6 +495,7 @@ pub(super) fn add_tensor(
         Some(("grad", fqn)) => training.grads.push((fqn.to_owned(), tensor)),
         Some(("callback", name)) => training.callbacks.push((name.to_owned(), tensor)),
         Some(("module", name)) => training.module.push((name.to_owned(), tensor)),
+        Some(("fp8", name)) => training.fp8.push((name.to_owned(), tensor)),
         Some(("metric", name)) => training.metrics.push((name.to_owned(), tensor)),
         Some(("rng", device)) => training.rng.push((device.to_owned(), tensor)),
         Some(("rank", rest)) => {

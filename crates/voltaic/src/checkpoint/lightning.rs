@@ -75,7 +75,7 @@ pub fn from_lightning(
     Ok(Converted { value: Checkpoint { weights, training, meta, ..Checkpoint::default() }, notes })
 }
 
-fn weights_of(state_dict: &Value) -> Result<Vec<(String, Tensor)>> {
+pub(super) fn weights_of(state_dict: &Value) -> Result<Vec<(String, Tensor)>> {
     let Some(entries) = state_dict.entries() else {
         return refuse("the file holds no dictionary of weights", "save model.state_dict()");
     };
@@ -232,6 +232,55 @@ fn order_of(groups: &[Value], weights: &[(String, Tensor)], given: Option<&[Stri
 
 type Named = Vec<(String, Tensor)>;
 
+/// An optimizer: what is read of its groups, and states that voltaic's does not keep.
+struct OptimizerClass {
+    name: &'static str,
+    options: &'static [&'static str],
+    unused: &'static [&'static str],
+}
+
+const ADAM: &[&str] = &["betas", "eps", "amsgrad", "bias_correction"];
+
+const OPTIMIZERS: [OptimizerClass; 7] = [
+    OptimizerClass { name: "SGD", options: &["momentum", "dampening", "nesterov"], unused: &[] },
+    OptimizerClass { name: "Adam", options: ADAM, unused: &[] },
+    OptimizerClass { name: "AdamW", options: ADAM, unused: &[] },
+    OptimizerClass { name: "RMSprop", options: &["alpha", "eps", "momentum", "centered"], unused: &["step"] },
+    OptimizerClass { name: "Adagrad", options: &["lr_decay", "eps"], unused: &[] },
+    OptimizerClass { name: "Adadelta", options: &["rho", "eps"], unused: &["step"] },
+    OptimizerClass { name: "Lion", options: &["betas"], unused: &["step"] },
+];
+
+impl OptimizerClass {
+    /// The class by its name, or else by the keys of a group.
+    fn of(group: &Value, name: Option<&str>) -> Option<&'static Self> {
+        let has = |keys: &[&str]| keys.iter().all(|key| group.get(key).is_some());
+        let is_decoupled = match group.get("decoupled_weight_decay") {
+            Some(flag) => matches!(flag, Value::Bool(true)),
+            None => has(&["bias_correction"]), // DeepSpeed's Adam, unless its settings say otherwise
+        };
+        let name = match name {
+            Some(name) => name,
+            // PyTorch's and DeepSpeed's Muon, DeepSpeed's Lamb
+            None if ["ns_steps", "use_muon", "max_coeff"].iter().any(|key| has(&[key])) => return None,
+            None if has(&["momentum", "nesterov"]) => "SGD",
+            None if has(&["betas", "eps"]) && (has(&["amsgrad"]) || has(&["bias_correction"])) => {
+                if is_decoupled {
+                    "AdamW"
+                } else {
+                    "Adam"
+                }
+            }
+            None if has(&["alpha", "centered"]) => "RMSprop",
+            None if has(&["lr_decay", "eps"]) => "Adagrad",
+            None if has(&["rho", "eps"]) => "Adadelta",
+            None if has(&["betas"]) && !has(&["eps"]) => "Lion",
+            None => return None,
+        };
+        OPTIMIZERS.iter().find(|class| class.name == name)
+    }
+}
+
 /// Name, groups and tensors of an optimizer.
 fn optimizer_of(
     optimizer: &Value,
@@ -241,21 +290,15 @@ fn optimizer_of(
     const REMEDY: &str = "convert with --weights_only";
     let groups = optimizer.get("param_groups").and_then(Value::items).unwrap_or_default();
     let Some(first) = groups.first() else { return refuse("an optimizer has no param_groups", REMEDY) };
-    let has = |key: &str| first.get(key).is_some();
-    let is_decoupled = matches!(first.get("decoupled_weight_decay"), Some(Value::Bool(true)));
-    let name = match () {
-        () if has("betas") && has("amsgrad") && is_decoupled => "AdamW",
-        () if has("betas") && has("amsgrad") => "Adam",
-        () if has("momentum") && has("nesterov") => "SGD",
-        () => {
-            let keys: Vec<&str> =
-                first.entries().unwrap_or_default().iter().filter_map(|(k, _)| k.as_str()).collect();
-            return refuse(
-                format!("an optimizer with {} is none of SGD, Adam, AdamW", keys.join(", ")),
-                REMEDY,
-            );
-        }
+    let class = optimizer.get(CLASS).and_then(Value::as_str);
+    let Some(class) = OptimizerClass::of(first, class) else {
+        let keys: Vec<&str> =
+            first.entries().unwrap_or_default().iter().filter_map(|(k, _)| k.as_str()).collect();
+        let known: Vec<&str> = OPTIMIZERS.iter().map(|class| class.name).collect();
+        let what = format!("an optimizer with {} is none of {}", keys.join(", "), known.join(", "));
+        return refuse(what, REMEDY);
     };
+    let name = class.name;
     let order = order_of(groups, weights, param_names)?;
     let fqn = |index: &Value| index.as_i64().and_then(|i| order.get(usize::try_from(i).ok()?)).cloned();
     let mut saved = Vec::new();
@@ -265,13 +308,14 @@ fn optimizer_of(
             return refuse("param_groups name parameters that are not there", REMEDY);
         };
         let mut json = Map::from_iter([("params".to_owned(), json!(params))]);
-        let options: &[&str] =
-            if name == "SGD" { &["momentum", "dampening", "nesterov"] } else { &["betas", "eps", "amsgrad"] };
-        for key in ["lr", "initial_lr", "weight_decay", "maximize"].iter().chain(options) {
+        for key in ["lr", "initial_lr", "weight_decay", "maximize"].iter().chain(class.options) {
             let value = match group.get(key) {
                 Some(Value::Bool(flag)) => json!(flag),
                 Some(value @ (Value::Tuple(_) | Value::List(_))) => value.to_json().unwrap_or_default(),
                 Some(value) => json!(value.as_f64()),
+                // optimizers of DeepSpeed do not have them
+                None if ["maximize", "amsgrad"].contains(key) => json!(false),
+                None if *key == "bias_correction" => continue,
                 None => Json::Null,
             };
             json.insert((*key).to_owned(), value);
@@ -291,6 +335,9 @@ fn optimizer_of(
         let shape = shapes.get(fqn.as_str());
         for (kind, value) in state.entries().unwrap_or_default() {
             let kind = kind.as_str().unwrap_or("?");
+            if class.unused.contains(&kind) {
+                continue;
+            }
             let tensor = match value {
                 Value::Tensor(tensor) => tensor.shallow_clone(),
                 Value::Int(_) | Value::Float(_) => Tensor::from(value.as_f64().unwrap_or(0.0) as f32),
@@ -323,7 +370,7 @@ const SCHEDULES: [(&str, &[&str]); 11] = [
 ];
 
 /// Where voltaic puts the class of a schedule into Lightning's files.
-const CLASS: &str = "_class_name";
+pub(super) const CLASS: &str = "_class_name";
 
 fn scheduler_of(state: &Value) -> Result<Json> {
     let remedy = "convert with --weights_only";
@@ -480,7 +527,7 @@ fn loops(progress: &Progress, num_training_batches: usize, scheduler_steps: u64)
     ])
 }
 
-fn optimizer(name: &str, groups: &Json, tensors: &Named, notes: &mut Vec<String>) -> Value {
+pub(super) fn optimizer(name: &str, groups: &Json, tensors: &Named, notes: &mut Vec<String>) -> Value {
     let mut order: Vec<String> = Vec::new();
     let mut saved = Vec::new();
     for group in groups.as_array().into_iter().flatten() {
@@ -540,7 +587,7 @@ fn optimizer(name: &str, groups: &Json, tensors: &Named, notes: &mut Vec<String>
 }
 
 /// State of a schedule under PyTorch's names; what the class is made with stays the user's.
-fn scheduler(saved: &Json) -> Value {
+pub(super) fn scheduler(saved: &Json) -> Value {
     let mut entries: Vec<(String, Value)> = Vec::new();
     for (key, value) in saved.as_object().into_iter().flatten() {
         match key.as_str() {

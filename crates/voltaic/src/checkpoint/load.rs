@@ -9,6 +9,7 @@ use tch::Tensor;
 use super::atomic::write_atomically;
 use super::budget::ReadLimits;
 use super::checkpoint::Checkpoint;
+use super::deepspeed::{DeepSpeedRead, is_deepspeed, read_deepspeed};
 use super::format::read as read_file;
 use super::lightning::{Converted, from_lightning};
 use super::masters::source;
@@ -35,6 +36,10 @@ pub fn read(path: &Path) -> Result<Checkpoint> {
 /// As [`Checkpoint::load`].
 pub(crate) fn read_within(path: &Path, limits: ReadLimits) -> Result<Checkpoint> {
     match () {
+        () if is_deepspeed(path) => {
+            let how = DeepSpeedRead { limits, ..DeepSpeedRead::default() };
+            Ok(noted(read_deepspeed(path, &how)?, path))
+        }
         () if is_folder(path) => shards::load(path, limits),
         () if is_torch(path)? => converted(&read_torch(path)?, path),
         () => read_file(path),
@@ -59,11 +64,15 @@ pub(super) fn converted(value: &Value, path: &Path) -> Result<Checkpoint> {
         );
         CheckpointError::Unreadable { path: path.to_path_buf(), problem: Problem::new(what, remedy) }.into()
     };
-    let Converted { value, notes } = from_lightning(value, None, false).map_err(refuse)?;
-    for note in notes {
+    Ok(noted(from_lightning(value, None, false).map_err(refuse)?, path))
+}
+
+/// The checkpoint, whose notes go to the log.
+fn noted(converted: Converted<Checkpoint>, path: &Path) -> Checkpoint {
+    for note in converted.notes {
         tracing::warn!("{}: {note}", path.display());
     }
-    Ok(value)
+    converted.value
 }
 
 /// The weights alone, from a checkpoint or from any safetensors file.
@@ -71,6 +80,10 @@ pub(super) fn converted(value: &Value, path: &Path) -> Result<Checkpoint> {
 /// # Errors
 /// As [`Checkpoint::load`].
 pub fn read_weights(path: &Path) -> Result<Vec<(String, Tensor)>> {
+    if is_deepspeed(path) {
+        let how = DeepSpeedRead { weights_only: true, ..DeepSpeedRead::default() };
+        return Ok(noted(read_deepspeed(path, &how)?, path).weights);
+    }
     if !is_folder(path) {
         return Ok(read(path)?.weights);
     }
@@ -78,7 +91,7 @@ pub fn read_weights(path: &Path) -> Result<Vec<(String, Tensor)>> {
 }
 
 impl Checkpoint {
-    /// Reads a checkpoint, a file or the folder of one that was divided among ranks; tensors are whole, and on the CPU.
+    /// Reads a checkpoint, a file or the folder of one that was divided among ranks, also by DeepSpeed; tensors are whole, and on the CPU.
     ///
     /// # Errors
     /// If the file is missing, damaged, or of a later version; of a folder, if this is so of one of its files.

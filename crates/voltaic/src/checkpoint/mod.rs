@@ -13,6 +13,7 @@ mod budget;
 #[expect(clippy::module_inception, reason = "the struct of the folder")]
 mod checkpoint;
 mod chunk;
+mod deepspeed;
 mod format;
 mod hugging_face;
 mod io;
@@ -39,6 +40,8 @@ pub use checkpoint::{
     Checkpoint, CheckpointMeta, CheckpointPaths, FORMAT_VERSION, Part, RankState, TrainingState,
 };
 pub use chunk::{Chunk, ShardSpec};
+pub(crate) use deepspeed::is_deepspeed;
+pub use deepspeed::{DeepSpeedRead, DeepSpeedWrite, read_deepspeed, write_deepspeed};
 pub(crate) use format::{callback_name, grad_name, optimizer_name, rank_from_bytes, rank_to_bytes};
 pub use format::{write, write_weights};
 pub use hugging_face::{from_hugging_face, to_hugging_face};
@@ -48,9 +51,9 @@ pub(crate) use load::{export_weights, peek, peek_whole, read_within};
 pub use load::{read, read_weights};
 pub(crate) use loop_state::LoopState;
 pub(crate) use masters::{MASTER, exact, parameter_of, use_master_weights};
-pub(crate) use one_file::OneFile;
 pub use progress::Progress;
+pub use shards::divide::write_folder;
 pub(crate) use shards::folder::is_folder;
 pub(crate) use shards::read::Shards;
 pub use torch_file::{read_torch, read_torch_within, write_torch};
-pub(crate) use unread::{Failures, Loaded, Unread};
+pub(crate) use unread::{Failures, Unread};

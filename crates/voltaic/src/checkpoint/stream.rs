@@ -114,6 +114,12 @@ pub(super) fn write_tensors(
     Ok(Written { bytes: file.bytes, crc: file.crc.finalize(), header, blocks: file.blocks })
 }
 
+/// Why a file with these tensors could not be written, with its size; of the same kind.
+pub(super) fn of_size(error: io::Error, planned: &[Planned]) -> io::Error {
+    let bytes: usize = planned.iter().filter_map(Planned::num_bytes).sum();
+    io::Error::new(error.kind(), format!("{error}, of a file with {bytes} bytes of tensors"))
+}
+
 /// Writes over bytes at `at` in what has been written.
 pub(super) fn patch(writer: &mut (impl Write + Seek), at: u64, bytes: &[u8]) -> io::Result<()> {
     writer.seek(SeekFrom::Start(at))?;

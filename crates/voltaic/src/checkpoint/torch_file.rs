@@ -393,7 +393,8 @@ mod tests {
         assert!(error.contains("more than") || error.contains("deeper"), "{error}");
     }
 
-    /// A namespace to which it gives itself doubles; copies, paths and arguments grow by a few bytes each.
+    /// A namespace to which it gives itself doubles; copies, paths and arguments grow by a few bytes each. Each pickle makes a few
+    /// times what it may, so that a reader that counts too little would read it.
     #[test]
     fn a_few_bytes_do_not_make_gigabytes() {
         let text = [&b"X\0\0\x01\0"[..], &vec![b'a'; 1 << 16], b"q\x01"].concat();
@@ -403,26 +404,23 @@ mod tests {
         for (name, bomb) in [
             (
                 "a namespace given itself",
-                many(b"cargparse\nNamespace\n)Rq\x01}(NNuq\x02b0h\x01h\x01b", b"h\x01b", 60),
+                many(b"cargparse\nNamespace\n)Rq\x01}(NNuq\x02b0h\x01h\x01b", b"h\x01b", 24),
             ),
             (
                 "lists copied",
-                many(&[&list[..], b"cbuiltins\nlist\nq\x02"].concat(), b"h\x02h\x01\x85R0", 100_000),
+                many(&[&list[..], b"cbuiltins\nlist\nq\x02"].concat(), b"h\x02h\x01\x85R0", 1_000),
             ),
-            ("long arguments", many(&tuple, b"h\x02h\x01R0", 100_000)),
-            ("a path of long parts", many(&[&text[..], b"cpathlib\nPath\n("].concat(), b"h\x01", 100_000)),
+            ("long arguments", many(&tuple, b"h\x02h\x01R0", 1_000)),
+            ("a path of long parts", many(&[&text[..], b"cpathlib\nPath\n("].concat(), b"h\x01", 5_000)),
             (
                 "texts encoded",
-                many(&[&text[..], b"c_codecs\nencode\nq\x02"].concat(), b"h\x02h\x01\x85R0", 100_000),
+                many(&[&text[..], b"c_codecs\nencode\nq\x02"].concat(), b"h\x02h\x01\x85R0", 5_000),
             ),
         ] {
-            let start = std::time::Instant::now();
             let bomb =
                 if name.starts_with("a path") { [&bomb[..bomb.len() - 1], b"tR."].concat() } else { bomb };
             let error = read_pickle(&bomb).expect_err(name);
             assert!(error.contains("max_growth"), "{name}: {error}");
-            // hours without a bound; on a busy machine a debug build takes a while to encode 78 MiB
-            assert!(start.elapsed().as_secs() < 60, "{name}");
         }
     }
 

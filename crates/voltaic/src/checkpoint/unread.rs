@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use tch::Tensor;
 
@@ -10,7 +11,9 @@ use super::chunk::ShardSpec;
 use super::format::{PREFIX, named_tensors, optimizer_name, unreadable};
 use super::masters::parameter_of;
 use super::one_file::OneFile;
+use super::shards::folder::is_folder;
 use super::shards::read::Shards;
+use crate::distributed::ProcessGroup;
 use crate::error::{Error, Result};
 
 /// Weights, states of optimizers, and gradients that were sharded, of a checkpoint that has been opened.
@@ -65,6 +68,28 @@ impl Loaded {
 }
 
 impl Unread {
+    /// Opens a checkpoint that several ranks read: what all of them need, and the rest.
+    ///
+    /// # Collective
+    /// All ranks of the group.
+    ///
+    /// # Errors
+    /// As [`Shards::open`], perhaps on this rank alone, and [`OneFile::open`].
+    pub(crate) fn of_ranks(path: &Path, group: &Arc<ProcessGroup>) -> Result<(Checkpoint, Self)> {
+        if group.broadcast_object(&is_folder(path), 0)? {
+            let shards = Shards::open(path)?;
+            return Ok((shards.rest(group.rank(), group.world_size())?, Self::Folder(Box::new(shards))));
+        }
+        let file = OneFile::open(path, group)?;
+        Ok((file.rest()?, Self::File(Box::new(file))))
+    }
+
+    /// A checkpoint that this rank has read as a whole.
+    pub(crate) fn of_checkpoint(mut checkpoint: Checkpoint, path: &Path) -> (Checkpoint, Self) {
+        let loaded = Loaded::of(&mut checkpoint, path);
+        (checkpoint, Self::Memory(Box::new(loaded)))
+    }
+
     /// Names and shapes of the weights.
     pub(crate) fn weights(&self) -> Vec<(&str, Vec<i64>)> {
         let shape_of = |shape: &[usize]| shape.iter().map(|&size| size as i64).collect();

@@ -4,14 +4,22 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
 
 use super::outcome::Failure;
-use super::request::Verb;
+use super::request::{GenerateArgs, QuantizeArgs, Verb};
 use crate::checkpoint::ReadLimits;
 use crate::config::{Assignment, nearest};
 
 /// Options of a run that are not configuration keys, as typed.
 const FIXED_OPTIONS: [&str; 3] = ["config", "print_config", "help"];
+
+/// Options of `generate` that take a value, beside those.
+const GENERATE_OPTIONS: [&str; 8] =
+    ["prompt", "max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "stop", "seed"];
+
+/// Options of `quantize` that take a value, beside those.
+const QUANTIZE_OPTIONS: [&str; 4] = ["output", "scale_method", "quant", "stage"];
 
 /// Options of launchers, as torchrun writes them, and the keys that they are.
 const LAUNCHER_OPTIONS: [(&str, &str); 1] = [("max-restarts", "trainer.max_restarts")];
@@ -22,6 +30,8 @@ pub(super) enum Command {
     Text(String),
     Version,
     Models,
+    Schema,
+    Completion(Shell),
     Devices(DevicesArgs),
     Env(EnvArgs),
     New(PathBuf),
@@ -29,9 +39,13 @@ pub(super) enum Command {
     Run(RunArgs),
 }
 
-/// A `fit`, `validate`, `test` or `predict`.
+/// A `fit`, `validate`, `test`, `predict`, `generate` or `quantize`.
 pub(super) struct RunArgs {
     pub verb: Verb,
+    /// Of `generate`.
+    pub generate: Option<GenerateArgs>,
+    /// Of `quantize`.
+    pub quantize: Option<QuantizeArgs>,
     pub config: Vec<PathBuf>,
     pub print_config: Option<String>,
     pub help: bool,
@@ -62,14 +76,39 @@ enum VerbArgs {
     Test(FixedArgs),
     /// Compute predictions.
     Predict(FixedArgs),
+    /// Continue a prompt with a language model, token by token.
+    ///
+    /// Without --config, the configuration of the run that wrote the checkpoint is used, where it lies beside it.
+    Generate {
+        #[command(flatten)]
+        generate: GenerateArgs,
+        #[command(flatten)]
+        fixed: FixedArgs,
+    },
     /// List the registered models and data modules.
     Models,
+    /// Print the JSON schema of configuration files, for editors.
+    Schema,
+    /// Print a script that completes verbs, options and keys: `voltaic completion bash > ~/.local/share/bash-completion/completions/voltaic`.
+    Completion {
+        /// The shell.
+        shell: Shell,
+    },
     /// List the devices of this machine, and why an accelerator is not available.
     Devices(DevicesArgs),
     /// Describe this build, machine and environment, for a bug report.
     Env(EnvArgs),
-    /// Convert a checkpoint from or to Lightning, PyTorch or safetensors.
+    /// Convert a checkpoint from or to Lightning, DeepSpeed, PyTorch or safetensors.
     Convert(ConvertArgs),
+    /// Measure a trained model for fp8 inference, and write its weights in float8 with their scales.
+    ///
+    /// Prints what was done to each layer. The file is for validate, test and predict, as --ckpt_path.
+    Quantize {
+        #[command(flatten)]
+        quantize: QuantizeArgs,
+        #[command(flatten)]
+        fixed: FixedArgs,
+    },
     /// Make a crate with a model and data of its own, to start from.
     New {
         /// Its folder; the last part is its name.
@@ -81,12 +120,13 @@ enum VerbArgs {
 /// Options of `convert`.
 #[derive(Args)]
 pub(super) struct ConvertArgs {
-    /// A checkpoint of voltaic (a file, or the folder of a divided run) or Lightning, a file of torch.save, or safetensors.
+    /// A checkpoint of voltaic (a file, or the folder of a divided run), Lightning or DeepSpeed (the folder with `latest`, or that of a
+    /// tag), a file of torch.save, or safetensors.
     pub input: PathBuf,
     /// Where to write.
     pub output: PathBuf,
     /// The format to write; unless given: by the name .safetensors, .pt, .pth or .bin, else voltaic's for a file of PyTorch or
-    /// Lightning and for a folder, and Lightning's for a file of voltaic.
+    /// Lightning and for a folder, also of DeepSpeed, and Lightning's for a file of voltaic.
     #[arg(long, value_enum)]
     pub to: Option<Format>,
     /// Rename GPT-2's or ResNet's weights.
@@ -102,6 +142,16 @@ pub(super) struct ConvertArgs {
     /// of voltaic with its training state.
     #[arg(long = "no_master_weights")]
     pub no_master_weights: bool,
+    /// Of a checkpoint of DeepSpeed: the folder to read, unless given that which `latest` names; the folder to write, unless given
+    /// global_step<N>.
+    #[arg(long, value_name = "TAG")]
+    pub tag: Option<String>,
+    /// The stage of ZeRO in which DeepSpeed's folder is written.
+    #[arg(long, value_name = "1|2|3", value_parser = clap::value_parser!(u8).range(1..=3))]
+    pub stage: Option<u8>,
+    /// The number of ranks that a folder, voltaic's or DeepSpeed's, is divided among; that of the run unless given.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub partitions: Option<u32>,
     /// How many times the size of a file of PyTorch or Lightning, or of a folder, its values and tensors may take, and 64 MiB more.
     #[arg(long = "max_growth", value_name = "N", default_value_t = ReadLimits::default().max_growth)]
     pub max_growth: u64,
@@ -112,6 +162,13 @@ pub(super) struct ConvertArgs {
 pub(super) enum Format {
     /// voltaic's own, to be resumed.
     Voltaic,
+    /// voltaic's own as a folder that is divided among ranks, to be resumed by any number of them.
+    Folder,
+    /// DeepSpeed's folder, in stage 2 unless --stage is given: to be resumed there, or read by its scripts.
+    #[value(name = "deepspeed")]
+    DeepSpeed,
+    /// DeepSpeed's universal checkpoint, with a folder for each parameter: to be resumed there by any number of ranks in stage 1 or 2.
+    Universal,
     /// Lightning's .ckpt, to be resumed there.
     Lightning,
     /// A state dict as torch.save writes it.
@@ -126,6 +183,9 @@ impl Format {
     pub fn describe(self) -> &'static str {
         match self {
             Self::Voltaic => "voltaic's format",
+            Self::Folder => "voltaic's folder",
+            Self::DeepSpeed => "DeepSpeed's folder",
+            Self::Universal => "DeepSpeed's universal checkpoint",
             Self::Lightning => "Lightning's format",
             Self::StateDict => "a state dict of PyTorch",
             Self::Safetensors => "safetensors",
@@ -205,19 +265,23 @@ pub(super) fn parse(program: &str, arguments: Vec<OsString>, has_colour: bool) -
         Err(error) => return Err(Failure::usage(clap_message(&error))),
     };
     let cli = Cli::from_arg_matches(&matches).map_err(|error| Failure::usage(clap_message(&error)))?;
-    let run = |verb, fixed: FixedArgs| {
+    let run = |verb, fixed: FixedArgs, generate, quantize| {
         let FixedArgs { config, print_config, help } = fixed;
-        Command::Run(RunArgs { verb, config, print_config, help, assignments })
+        Command::Run(RunArgs { verb, generate, quantize, config, print_config, help, assignments })
     };
     Ok(match cli.verb {
         _ if cli.version => Command::Version,
-        Some(VerbArgs::Fit(fixed)) => run(Verb::Fit, fixed),
-        Some(VerbArgs::Validate(fixed)) => run(Verb::Validate, fixed),
-        Some(VerbArgs::Test(fixed)) => run(Verb::Test, fixed),
-        Some(VerbArgs::Predict(fixed)) => run(Verb::Predict, fixed),
+        Some(VerbArgs::Fit(fixed)) => run(Verb::Fit, fixed, None, None),
+        Some(VerbArgs::Validate(fixed)) => run(Verb::Validate, fixed, None, None),
+        Some(VerbArgs::Test(fixed)) => run(Verb::Test, fixed, None, None),
+        Some(VerbArgs::Predict(fixed)) => run(Verb::Predict, fixed, None, None),
+        Some(VerbArgs::Generate { generate, fixed }) => run(Verb::Generate, fixed, Some(generate), None),
+        Some(VerbArgs::Quantize { quantize, fixed }) => run(Verb::Quantize, fixed, None, Some(quantize)),
         Some(VerbArgs::Devices(arguments)) => Command::Devices(arguments),
         Some(VerbArgs::Env(arguments)) => Command::Env(arguments),
         Some(VerbArgs::Models) => Command::Models,
+        Some(VerbArgs::Schema) => Command::Schema,
+        Some(VerbArgs::Completion { shell }) => Command::Completion(shell),
         Some(VerbArgs::New { path }) => Command::New(path),
         Some(VerbArgs::Convert(arguments)) => Command::Convert(arguments),
         None => {
@@ -225,6 +289,11 @@ pub(super) fn parse(program: &str, arguments: Vec<OsString>, has_colour: bool) -
             return Err(Failure::usage(format!("no verb is given; the verbs are {verbs}; see --help")));
         }
     })
+}
+
+/// All verbs with their options, but for the keys of the configuration.
+pub(super) fn command() -> clap::Command {
+    Cli::command()
 }
 
 fn verbs(command: &clap::Command) -> Vec<String> {
@@ -274,9 +343,16 @@ fn split(arguments: &[String]) -> Result<(Vec<String>, Vec<Assignment>), Failure
         if let Some((_, key)) = LAUNCHER_OPTIONS.iter().find(|(option, _)| *option == assignment.key) {
             assignment.key = (*key).to_owned();
         }
-        if FIXED_OPTIONS.contains(&assignment.key.as_str()) {
+        let is_of = |verb: Verb, options: &[&str]| {
+            fixed[0] == verb.as_str() && options.contains(&assignment.key.as_str())
+        };
+        let takes_value = assignment.key == "config"
+            || is_of(Verb::Generate, &GENERATE_OPTIONS)
+            || is_of(Verb::Quantize, &QUANTIZE_OPTIONS);
+        let is_fixed = FIXED_OPTIONS.contains(&assignment.key.as_str()) || takes_value;
+        if is_fixed || is_of(Verb::Generate, &["graph"]) {
             fixed.push(argument.clone());
-            let takes_value = assignment.key == "config" && assignment.value.is_none();
+            let takes_value = takes_value && assignment.value.is_none();
             fixed.extend(rest.next_if(|_| takes_value).cloned());
             continue;
         }

@@ -62,6 +62,28 @@ impl<'w> Console<'w> {
     }
 }
 
+/// Writes to standard output, with escapes in place of control characters. A reader that has gone away (`| head`) has read enough:
+/// that is not a failure.
+pub(super) fn print(text: &str) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(printable(text).as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(anyhow::Error::new(error).context("cannot write to standard output"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A table of metrics.
+pub(super) fn print_metrics(what: &str, metrics: &[(String, f64)]) -> anyhow::Result<()> {
+    let width = metrics.iter().map(|(name, _)| name.len()).max().unwrap_or(0).max(24);
+    let mut text = format!("{:<width$}  value\n{}\n", format!("{what} metric"), "-".repeat(width + 22));
+    for (name, value) in metrics {
+        text.push_str(&format!("{name:<width$}  {value}\n"));
+    }
+    print(&text)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

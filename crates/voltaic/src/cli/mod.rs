@@ -20,9 +20,11 @@
 mod args;
 mod commands;
 mod console;
+mod generate;
 mod help;
 mod log;
 mod outcome;
+mod quantize;
 mod registry;
 mod request;
 mod training;
@@ -96,6 +98,10 @@ fn dispatch(
         Command::Text(text) => console.print(&text),
         Command::Version => console.print(&commands::version(program)),
         Command::Models => console.print(&commands::models(registry)),
+        Command::Schema => console.print(&commands::schema(registry)?),
+        Command::Completion(shell) => {
+            console.print(&commands::completion(registry, program, args::command(), shell))
+        }
         Command::Devices(arguments) => console.print(&commands::devices(&arguments)?),
         Command::Env(arguments) => {
             console.print(&commands::env(registry, program, arguments.json, variables)?)

@@ -8,9 +8,10 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use super::outcome::config_error;
-use super::request::RunRequest;
+use super::request::{RunRequest, Verb};
 use crate::config::Survey;
 use crate::error::{ConfigError, ConfigProblem};
+use crate::ffi;
 use crate::nn::init;
 use crate::trainer::TrainerConfig;
 
@@ -32,6 +33,7 @@ pub trait FromConfig: Sized + 'static {
 }
 
 type Run = Box<dyn Fn(&RunRequest, Box<dyn Any>, Box<dyn Any>) -> anyhow::Result<()>>;
+type Generate = Box<dyn Fn(&RunRequest, Box<dyn Any>, Box<dyn Any>) -> anyhow::Result<()>>;
 type Build = Box<dyn Fn(&RunRequest) -> anyhow::Result<Box<dyn Any>>>;
 type OwnData = Box<dyn Fn() -> Box<dyn Any>>;
 type Check = Box<dyn Fn(&RunRequest) -> Result<(), ConfigError>>;
@@ -69,6 +71,8 @@ struct Model {
     class: Class,
     build: Build,
     run: Run,
+    /// What continues prompts with it, if it is a language model.
+    generate: Option<Generate>,
     /// What it is run with if no data is chosen.
     own_data: Option<OwnData>,
 }
@@ -162,7 +166,33 @@ impl Registry {
             run(request, &mut model, &mut data)
         };
         self.models.retain(|model| model.class.name != name);
-        self.models.push(Model { class, build: Box::new(build), run: Box::new(run), own_data: None });
+        self.models.push(Model {
+            class,
+            build: Box::new(build),
+            run: Box::new(run),
+            generate: None,
+            own_data: None,
+        });
+        self
+    }
+
+    /// Lets the model of this name, registered with data of the type `D`, continue prompts.
+    #[must_use]
+    pub(super) fn generate_with<M: FromConfig, D: ?Sized + 'static>(
+        mut self,
+        name: &str,
+        generate: impl Fn(&RunRequest, M, &mut D) -> anyhow::Result<()> + 'static,
+    ) -> Self {
+        if let Some(model) = self.models.iter_mut().find(|model| model.class.name == name) {
+            model.generate = Some(Box::new(move |request, model, data| {
+                match (model.downcast::<M>(), data.downcast::<Box<D>>()) {
+                    (Ok(model), Ok(mut data)) => generate(request, *model, &mut data),
+                    _ => anyhow::bail!(
+                        "the model or its data are of other types than what they were registered with"
+                    ),
+                }
+            }));
+        }
         self
     }
 
@@ -278,6 +308,10 @@ impl Registry {
         {
             (self.seed)(seed)?;
         }
+        // before the model: what its initial values leave in libtorch's own heap does not go back to the system
+        if let Err(error) = ffi::install_host_pool() {
+            tracing::debug!("{error}"); // the trainer says so
+        }
         let chosen = self.chosen(request);
         let (model, data) = match chosen {
             Ok((model, source)) => {
@@ -299,9 +333,16 @@ impl Registry {
             }
         };
         match (model, data) {
-            (Some((model, built)), Some(data)) if survey.problems.is_empty() => {
-                (model.run)(request, built, data)
-            }
+            (Some((model, built)), Some(data)) if survey.problems.is_empty() => match &model.generate {
+                Some(generate) if request.verb() == Verb::Generate => generate(request, built, data),
+                None if request.verb() == Verb::Generate => {
+                    let what = format!("{} is no language model", model.class.name);
+                    let remedy =
+                        "choose one, such as Gpt, or register yours with Registry::language_model".to_owned();
+                    Err(request.problem("model", what, remedy).into())
+                }
+                _ => (model.run)(request, built, data),
+            },
             _ => Err(ConfigError { problems: survey.problems }.into()),
         }
     }

@@ -1,10 +1,14 @@
 //! What the command line hands to a run.
 
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::config::{Origins, Settings, deserialize_at, to_yaml};
 use crate::error::{ConfigError, ConfigProblem, Problem};
+use crate::generation::GenerationConfig;
 
 /// What a run does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -17,22 +21,89 @@ pub enum Verb {
     Test,
     /// Compute predictions.
     Predict,
+    /// Continue prompts.
+    Generate,
+    /// Measure, and write quantized weights.
+    Quantize,
 }
 
 impl Verb {
-    /// As typed: `fit`, `validate`, `test` or `predict`.
+    /// As typed: `fit`, `validate`, `test`, `predict`, `generate` or `quantize`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Fit => "fit",
             Self::Validate => "validate",
             Self::Test => "test",
             Self::Predict => "predict",
+            Self::Generate => "generate",
+            Self::Quantize => "quantize",
         }
     }
 
     pub(super) fn parse(text: &str) -> Option<Self> {
-        [Self::Fit, Self::Validate, Self::Test, Self::Predict].into_iter().find(|verb| verb.as_str() == text)
+        let all = [Self::Fit, Self::Validate, Self::Test, Self::Predict, Self::Generate, Self::Quantize];
+        all.into_iter().find(|verb| verb.as_str() == text)
     }
+}
+
+/// Options of `generate`.
+#[derive(Args, Clone, Debug)]
+pub(super) struct GenerateArgs {
+    /// Text to continue; several are continued together, and printed when all are there.
+    #[arg(long, value_name = "TEXT", required_unless_present = "help")]
+    pub prompt: Vec<String>,
+    /// The largest number of tokens to add.
+    #[arg(long = "max_new_tokens", value_name = "N", default_value_t = GenerationConfig::default().max_new_tokens)]
+    pub max_new_tokens: usize,
+    /// Below 1, likely tokens become more likely; 0 always takes the most likely one.
+    #[arg(long, value_name = "T", default_value_t = GenerationConfig::default().temperature)]
+    pub temperature: f64,
+    /// Draw among this many of the most likely tokens only.
+    #[arg(long = "top_k", value_name = "K")]
+    pub top_k: Option<usize>,
+    /// Draw among the most likely tokens whose probabilities first reach this only.
+    #[arg(long = "top_p", value_name = "P", default_value_t = GenerationConfig::default().top_p)]
+    pub top_p: f64,
+    /// Above 1, tokens that are there already become less likely.
+    #[arg(long = "repetition_penalty", value_name = "X", default_value_t = GenerationConfig::default().repetition_penalty)]
+    pub repetition_penalty: f64,
+    /// End after this text; may be given several times.
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+    /// Seed of what is drawn.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// Replay the step of a token as a graph.
+    #[arg(long)]
+    pub graph: bool,
+}
+
+/// Options of `quantize`.
+#[derive(Args, Clone, Debug)]
+pub(super) struct QuantizeArgs {
+    /// Where to write the quantized weights, as safetensors; a picture goes beside them.
+    #[arg(long, value_name = "FILE", default_value = "quantized.safetensors")]
+    pub output: PathBuf,
+    /// How scales are made, such as maxabs_hw or act_maxabs_pow2_weights_pcs_opt_pow2.
+    #[arg(long = "scale_method", value_name = "METHOD")]
+    pub scale_method: Option<String>,
+    /// JSON file with more settings, in Habana's keys.
+    #[arg(long, value_name = "FILE")]
+    pub quant: Option<PathBuf>,
+    /// The data to measure on, and to compare: those of validate and test also give their metrics.
+    #[arg(long, value_enum, value_name = "STAGE", default_value_t = MeasuredOn::Predict)]
+    pub stage: MeasuredOn,
+}
+
+/// The data that `quantize` measures on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum MeasuredOn {
+    /// Those of predict.
+    Predict,
+    /// Those of validate.
+    Validate,
+    /// Those of test.
+    Test,
 }
 
 /// A checked configuration and what to do with it.
@@ -41,6 +112,8 @@ pub struct RunRequest {
     verb: Verb,
     settings: Settings,
     seed: Option<u64>,
+    generate: Option<GenerateArgs>,
+    quantize: Option<QuantizeArgs>,
 }
 
 impl RunRequest {
@@ -54,7 +127,27 @@ impl RunRequest {
         if let (Some(seed), Some(entry)) = (seed, settings.tree.get_mut("seed_everything")) {
             *entry = Value::from(seed);
         }
-        Self { verb, settings, seed }
+        Self { verb, settings, seed, generate: None, quantize: None }
+    }
+
+    /// With the options of `generate`.
+    pub(super) fn with_generate(mut self, generate: Option<GenerateArgs>) -> Self {
+        self.generate = generate;
+        self
+    }
+
+    /// With the options of `quantize`.
+    pub(super) fn with_quantize(mut self, quantize: Option<QuantizeArgs>) -> Self {
+        self.quantize = quantize;
+        self
+    }
+
+    pub(super) fn quantize(&self) -> Option<&QuantizeArgs> {
+        self.quantize.as_ref()
+    }
+
+    pub(super) fn generate(&self) -> Option<&GenerateArgs> {
+        self.generate.as_ref()
     }
 
     /// What to do.

@@ -1,15 +1,19 @@
 //! Joins the registry to the trainer: what `fit`, `validate`, `test` and `predict` do.
 
-use std::io::{ErrorKind, Write};
+use std::io::Write;
 use std::path::Path;
 
 use tch::{Kind, Tensor};
 
+use super::console::{print, print_metrics};
+use super::generate::generate;
+use super::quantize::quantize;
 use super::registry::{FromConfig, Registry};
 use super::request::{RunRequest, Verb};
 use crate::checkpoint::write_atomically;
 use crate::data::{DataModule, Loaders, MnistData, MnistDataConfig, ShakespeareData, ShakespeareDataConfig};
-use crate::error::{ConfigError, printable};
+use crate::error::ConfigError;
+use crate::generation::CausalLm;
 use crate::models::{
     Classifier, ConvNet, ConvNetConfig, Gpt, GptConfig, LeNet, LeNetConfig, Mlp, MlpConfig, ResNet18,
     ResNet18Config,
@@ -36,7 +40,7 @@ impl Registry {
             .model::<Classifier<ConvNet>>("ConvNet")
             .model::<Classifier<Mlp>>("Mlp")
             .model::<Classifier<ResNet18>>("ResNet18")
-            .model::<Gpt>("Gpt")
+            .language_model::<Gpt>("Gpt")
             .data::<MnistData>("MnistData")
             .data::<ShakespeareData>("ShakespeareData")
     }
@@ -53,6 +57,15 @@ impl Registry {
     pub fn model_with_loaders<M: LightningModule + FromConfig>(self, name: &str) -> Self {
         self.model::<M>(name)
             .own_data_with::<dyn DataModule<Batch = M::Batch>>(name, || Box::new(Loaders::<M::Batch>::new()))
+    }
+
+    /// Adds a model that `generate` can continue prompts with, too.
+    #[must_use]
+    pub fn language_model<M: LightningModule + CausalLm + FromConfig>(self, name: &str) -> Self {
+        self.model::<M>(name)
+            .generate_with::<M, dyn DataModule<Batch = M::Batch>>(name, |request, model, data| {
+                generate(request, builder(request)?, model, data.tokenizer()?)
+            })
     }
 
     /// Adds a data module under the name that `--data` takes.
@@ -133,6 +146,9 @@ fn run<M: LightningModule>(
     model: &mut M,
     data: &mut (dyn DataModule<Batch = M::Batch> + 'static),
 ) -> anyhow::Result<()> {
+    if request.verb() == Verb::Quantize {
+        return quantize(request, builder(request)?, model, data);
+    }
     let mut trainer = builder(request)?.build()?;
     if let Some(path) = request.ckpt_path() {
         trainer.ckpt_path(path);
@@ -168,6 +184,7 @@ fn run<M: LightningModule>(
                 print(&format!("predictions  {}\n", path.display()))?;
             }
         }
+        Verb::Generate | Verb::Quantize => anyhow::bail!("{} is run elsewhere", request.verb().as_str()),
     }
     Ok(())
 }
@@ -195,27 +212,6 @@ fn builder(request: &RunRequest) -> Result<TrainerBuilder, ConfigError> {
 fn save_config(request: &RunRequest, folder: &Path) -> crate::Result<()> {
     let text = request.config_yaml();
     write_atomically(&folder.join("config.yaml"), |file| file.write_all(text.as_bytes()))
-}
-
-/// Writes to standard output, with escapes in place of control characters. A reader that has gone away (`| head`) has read enough:
-/// that is not a failure.
-fn print(text: &str) -> anyhow::Result<()> {
-    let mut out = std::io::stdout().lock();
-    match out.write_all(printable(text).as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            Err(anyhow::Error::new(error).context("cannot write to standard output"))
-        }
-        _ => Ok(()),
-    }
-}
-
-fn print_metrics(what: &str, metrics: &[(String, f64)]) -> anyhow::Result<()> {
-    let width = metrics.iter().map(|(name, _)| name.len()).max().unwrap_or(0).max(24);
-    let mut text = format!("{:<width$}  value\n{}\n", format!("{what} metric"), "-".repeat(width + 22));
-    for (name, value) in metrics {
-        text.push_str(&format!("{name:<width$}  {value}\n"));
-    }
-    print(&text)
 }
 
 fn print_files(trainer: &Trainer) -> anyhow::Result<()> {

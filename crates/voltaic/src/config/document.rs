@@ -46,6 +46,26 @@ pub(crate) struct Document {
 }
 
 impl Document {
+    /// The top-level keys with their values, in order.
+    pub fn entries(&self) -> impl Iterator<Item = (String, Value)> {
+        let entries = self.tree.entries().into_iter().flatten();
+        entries.map(|(key, node)| (key.clone(), node.to_value())).collect::<Vec<_>>().into_iter()
+    }
+
+    /// Adds a top-level key.
+    pub fn insert(&mut self, key: &str, value: &Value) {
+        if let Data::Map(entries) = &mut self.tree.data {
+            entries.insert(key.to_owned(), Node::from_value(value, &Origin::Default));
+        }
+    }
+
+    /// Takes a top-level key out.
+    pub fn remove(&mut self, key: &str) {
+        if let Data::Map(entries) = &mut self.tree.data {
+            entries.shift_remove(key);
+        }
+    }
+
     /// Reads JSON text; `path` is the file's name, and `title` stands for the key in errors about the whole file.
     ///
     /// # Errors

@@ -1,9 +1,11 @@
 //! `DataModule`: where the loaders of a run come from.
 
 use std::fmt;
+use std::sync::Arc;
 
 use super::batch::Batch;
 use super::dataloader::DataLoader;
+use super::vocabulary::Tokenizer;
 use crate::device::Device;
 
 /// What a run is doing.
@@ -87,6 +89,12 @@ pub trait DataModule {
     /// Loaders for prediction.
     fn predict_dataloader(&mut self) -> anyhow::Result<Vec<DataLoader<Self::Batch>>> {
         Ok(Vec::new())
+    }
+
+    /// Text as the tokens of the batches, and back, for data that is text: what `voltaic generate` encodes prompts with. Called
+    /// without [`setup`](Self::setup).
+    fn tokenizer(&mut self) -> anyhow::Result<Option<Arc<dyn Tokenizer>>> {
+        Ok(None)
     }
 
     /// Changes a batch before it goes to the device, before the module's hook of this name.

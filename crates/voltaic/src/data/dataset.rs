@@ -15,7 +15,8 @@ use crate::ffi::{self, SharedTensor};
 /// Samples that can be reached by their index.
 ///
 /// Samples are requested by the batch, not one by one, so that a dataset held in memory can gather them with one
-/// operator. Loader threads call [`Dataset::batch`] at the same time on the same dataset, hence `Sync`.
+/// operator. Loader threads call [`Dataset::batch`] at the same time on the same dataset, hence `Sync`: a field that holds a tensor is a
+/// [`SharedTensor`].
 pub trait Dataset: Send + Sync + 'static {
     /// What [`Dataset::batch`] gives.
     type Batch: Batch;

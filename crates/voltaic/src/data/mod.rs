@@ -18,6 +18,7 @@ mod text;
 pub mod transforms;
 mod vocabulary;
 
+pub use crate::ffi::SharedTensor;
 pub use batch::Batch;
 pub use batch_iter::BatchIter;
 pub use dataloader::{DataLoader, DataLoaderBuilder, EpochRange};
@@ -31,4 +32,4 @@ pub use sets::mnist_data::{MnistData, MnistDataConfig, MnistSet};
 pub use sets::shakespeare_data::{ShakespeareData, ShakespeareDataConfig};
 pub use split_size::SplitSize;
 pub use text::TextDataset;
-pub use vocabulary::CharVocabulary;
+pub use vocabulary::{CharVocabulary, Tokenizer};

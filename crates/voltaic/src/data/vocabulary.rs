@@ -3,6 +3,24 @@
 use crate::Result;
 use crate::error::{DataError, Problem};
 
+/// Text as the tokens of a model, and back.
+pub trait Tokenizer: Send + Sync {
+    /// Number of different tokens; they are the numbers below it.
+    fn vocab_size(&self) -> i64;
+
+    /// The tokens of `text`.
+    ///
+    /// # Errors
+    /// If there is none for a part of it.
+    fn encode(&self, text: &str) -> Result<Vec<i64>>;
+
+    /// The text of `tokens`.
+    ///
+    /// # Errors
+    /// If there is no such token.
+    fn decode(&self, tokens: &[i64]) -> Result<String>;
+}
+
 /// Marks a code point that is not in the vocabulary.
 const ABSENT: u16 = u16::MAX;
 
@@ -114,6 +132,20 @@ impl CharVocabulary {
             })
         };
         tokens.iter().enumerate().map(decode).collect()
+    }
+}
+
+impl Tokenizer for CharVocabulary {
+    fn vocab_size(&self) -> i64 {
+        self.len() as i64
+    }
+
+    fn encode(&self, text: &str) -> Result<Vec<i64>> {
+        self.encode(text)
+    }
+
+    fn decode(&self, tokens: &[i64]) -> Result<String> {
+        self.decode(tokens)
     }
 }
 

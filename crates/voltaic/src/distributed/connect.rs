@@ -118,6 +118,11 @@ impl Connector {
         Ok(Connected { library, gloo: self.gloo(store, place)?, host_peers: self.host_peers(store, place)? })
     }
 
+    /// The same for tensors of the host alone, by Gloo.
+    pub fn connect_hosts(&self, store: &Arc<Store>, place: Place) -> Result<Connected> {
+        Ok(Connected { library: None, gloo: self.gloo(store, place)?, host_peers: None })
+    }
+
     fn gloo(&self, store: &Arc<Store>, Place { rank, size }: Place) -> Result<Backend> {
         let (placement, timeout) = (&self.placement, self.timeout());
         let named = std::env::var("GLOO_SOCKET_IFNAME").ok().filter(|name| !name.is_empty());

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use signal_hook::consts::{SIGCONT, SIGKILL, SIGTERM};
 
+use super::cores;
 use super::host::{LOOPBACK, host_name, is_loopback, listen};
 use super::launch::Launch;
 use super::signals::Signals;
@@ -187,6 +188,7 @@ fn start(
 ) -> Result<Vec<Rank>> {
     let program = std::env::current_exe().map_err(|e| Error::io("find", "this program", e))?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from) / launch.devices;
+    let shares = cores::shares(launch.devices)?;
     let mut ranks: Vec<Rank> = Vec::new();
     for local_rank in 0..launch.devices {
         let rank = launch.node_rank * launch.devices + local_rank;
@@ -213,7 +215,11 @@ fn start(
             0 => None,
             _ => Some(redirect(&mut command, &log_folder.join(format!("rank_{rank}.log")), attempt > 0)?),
         };
-        match command.spawn() {
+        let spawned = match shares.as_ref().and_then(|shares| shares.get(local_rank)) {
+            Some(share) => cores::on(share, || command.spawn()),
+            None => command.spawn(),
+        };
+        match spawned {
             Ok(child) => ranks.push(Rank { local_rank, rank, child, log }),
             Err(error) => {
                 stop(&mut ranks, SIGKILL, Duration::ZERO);

@@ -6,6 +6,7 @@
 
 mod cluster;
 mod connect;
+mod cores;
 mod deadline;
 mod environment;
 mod facts;
@@ -31,6 +32,7 @@ pub use connect::JoinOptions;
 pub use environment::ClusterEnvironment;
 pub use facts::Facts;
 #[doc(hidden)]
+pub(crate) use flight::record::IN_BACKGROUND;
 pub use flight::record::keep_record;
 pub use flight::scope::{CollectiveScope, ScopeName, collective_scope};
 pub(crate) use flight::watchdog::write_records_below;

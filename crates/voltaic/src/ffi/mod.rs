@@ -9,6 +9,7 @@ mod activities;
 mod autograd;
 mod check;
 mod device;
+mod files;
 mod graph;
 mod kernels;
 mod kineto;
@@ -22,15 +23,16 @@ pub use activities::{
     Activity, ActivityRow, KERNELS, MemoryChange, Recorded, collective_begins, collective_ends,
 };
 pub use autograd::function::{
-    at_backward_end, autograd_function, autograd_grad, base_hook, grad_is_enabled, gradient_edge,
-    is_in_backward, tensor_hook,
+    at_backward_end, autograd_function, autograd_function_saving, autograd_grad, base_hook, grad_is_enabled,
+    gradient_edge, is_in_backward, tensor_hook,
 };
 pub use autograd::hooks::{
-    GradHook, clear_grads, engine_multithreading, set_engine_multithreading, set_grad,
+    GradHook, SingleThreadedEngine, clear_grads, engine_multithreading, set_engine_multithreading, set_grad,
 };
 pub use autograd::modes::{
     AnomalyWatch, DeterministicMode, InferenceMode, deterministic, set_cudnn_benchmark, set_deterministic,
 };
+pub use autograd::segment::{Offload, SavePolicy, Segment, recompute_is_complete, set_recompute_may_end};
 pub(crate) use check::panic_text;
 pub use device::allocator::{host_pool, hpu_pool, install_host_pool};
 pub use device::backend::{
@@ -43,6 +45,9 @@ pub use device::hpu::{
     HpuOptions, MAX_HPUS, adopt_hpu_plugin, compare_hpu_operators, hpu_copied_outputs, init_hpu_emulator,
 };
 pub use device::pool::{PeakReset, Pool, PoolBlock, PoolStats};
+pub use files::buffer::{AlignedBuffer, DIRECT_ALIGN};
+pub use files::engine::{FileBackend, FileEngine, FileOptions};
+pub use files::transfer::{NamedFile, Transfer};
 pub use graph::cuda::{CudaGraph, is_capturing_on_cuda};
 pub use graph::recording::{
     GraphPlan, Recording, RecordingPause, ReplayGraph, ReplayStats, Replayed, is_recording, refuse_recording,
@@ -71,11 +76,15 @@ pub use tensor::autocast::{
     set_autocast_state,
 };
 pub use tensor::device::tch_names_hpu;
+pub use tensor::float8::{Fp8Cast, Fp8Tensor, Fp8Tensors, fp8_mm, fp8_to};
 pub use tensor::lists::{
     AdamLists, AdamOptions, GradStatus, Gradients, LearningRate, SgdOptions, TensorList, foreach_clamp,
     foreach_mul_tensor, foreach_norm, is_dense, tensor_id,
 };
 pub use tensor::rng::{manual_seed, randperm, rng_state, set_rng_state};
 pub(crate) use tensor::storage::describe_storage;
-pub use tensor::storage::{ReleasableStorage, SharedTensor, set_version};
+pub use tensor::storage::{
+    ReleasableStorage, SharedTensor, cannot_pin, copy_async, empty_pinned, set_version,
+};
+pub use tensor::updates::{StepKind, StepLists, StepRule};
 pub use threads::{set_thread_num_threads, with_one_thread};

@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::ptr::NonNull;
+use std::thread::LocalKey;
 
 /// A value that is lent to what runs within a scope, to be kept in a `thread_local!`.
 ///
@@ -18,14 +19,14 @@ pub struct Lent<T: ?Sized + 'static> {
 }
 
 /// Gives back what was lent before, also when the scope ends by a panic.
-struct Before<'a, T: ?Sized + 'static> {
-    lent: &'a Lent<T>,
+struct Before<T: ?Sized + 'static> {
+    lent: &'static LocalKey<Lent<T>>,
     value: Option<NonNull<T>>,
 }
 
-impl<T: ?Sized + 'static> Drop for Before<'_, T> {
+impl<T: ?Sized + 'static> Drop for Before<T> {
     fn drop(&mut self) {
-        self.lent.value.set(self.value);
+        self.lent.with(|lent| lent.value.set(self.value));
     }
 }
 
@@ -36,8 +37,9 @@ impl<T: ?Sized + 'static> Lent<T> {
     }
 
     /// Lends `value` while `body` runs; within another scope it takes the place of what that has lent.
-    pub fn lend<R>(&self, value: &T, body: impl FnOnce() -> R) -> R {
-        let _before = Before { lent: self, value: self.value.replace(Some(NonNull::from(value))) };
+    pub fn lend<R>(lent: &'static LocalKey<Self>, value: &T, body: impl FnOnce() -> R) -> R {
+        let value = lent.with(|lent| lent.value.replace(Some(NonNull::from(value))));
+        let _before = Before { lent, value };
         body()
     }
 
@@ -71,7 +73,7 @@ mod tests {
     }
 
     fn within<R>(value: &str, body: impl FnOnce() -> R) -> R {
-        WORD.with(|word| word.lend(value, body))
+        Lent::lend(&WORD, value, body)
     }
 
     #[test]

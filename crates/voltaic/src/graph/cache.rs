@@ -9,12 +9,12 @@ use tch::Tensor;
 use super::call::{Call, CallGraphs, CapturedCall, Outputs};
 use super::capture::is_capturing;
 use super::metrics;
-use super::places::shares_elements;
+use super::places::{any_missing, shares_elements};
 use super::signature::{Casts, InputSignature};
 use crate::device::Device;
 use crate::error::{Error, GraphError, Result};
 use crate::ffi;
-use crate::nn::{ModeNumbers, Module, ModuleExt, ModuleKind};
+use crate::nn::{ModeNumbers, Module, ModuleExt, ModuleKind, is_in_segment};
 
 /// Pads one dimension of the inputs with zeros up to the next of a few sizes, so that few shapes need a graph. Outputs
 /// are cut back along the same dimension. For modules that treat the entries of the dimension apart from each other,
@@ -164,8 +164,8 @@ impl GraphCache {
         inputs: &[Tensor],
         call: Call,
     ) -> anyhow::Result<Vec<Tensor>> {
-        if is_capturing() {
-            return call(inputs); // part of a larger graph
+        if is_capturing() || is_in_segment() || any_missing(inputs) {
+            return call(inputs); // part of a larger graph, or of a checkpoint that runs it again
         }
         let Some((dim, size, target)) = self.options.buckets.as_ref().and_then(|b| b.target(inputs)) else {
             return self.run_same_size(module, is_training, inputs, call);

@@ -8,7 +8,9 @@ use tch::Tensor;
 use super::capture::{Capture, scoped_by_fqn};
 use super::compiled::CompiledGraph;
 use super::ir::Graph;
-use super::places::{any_within, check_inputs, copy_like, fill, numbered, placeholder_for};
+use super::places::{
+    any_missing, any_within, check_inputs, copy_like, fill, missing, numbered, placeholder_for,
+};
 use super::recordings::{Recordings, check_same, named_tensors};
 use crate::device::Device;
 use crate::error::{Error, GraphError, Problem, Result};
@@ -281,7 +283,7 @@ impl Recorded {
         let forward = capture.end()?;
         let mut recorded = Self { places, results, names, forward, backward: None };
         let is_trained = recorded.results.iter().any(Tensor::requires_grad);
-        if is_trained && recorded.forward.read(&recorded.names).is_ok() {
+        if is_trained && !any_missing(&recorded.results) && recorded.forward.read(&recorded.names).is_ok() {
             let backward = RecordedBackward::of(module, &recorded.places, &recorded.results)?;
             recorded.names.extend(numbered(GRADIENT, &backward.grad_outputs));
             recorded.backward = Some(backward);
@@ -291,6 +293,9 @@ impl Recorded {
 
     /// The operators of the forward pass, then those of the backward pass; an error if they cannot be replayed.
     fn graphs(&self) -> Result<Vec<Graph>> {
+        if any_missing(&self.results) {
+            return Err(missing("an output").into());
+        }
         let backward = self.backward.as_ref().map(|backward| &backward.step);
         self.forward.read_with(backward, &self.names)
     }
@@ -352,6 +357,9 @@ impl RecordedBackward {
 
 /// A copy of an input, laid out as it is. With grad it leads to the input, should the results of the capture be all there is.
 fn place_for(input: &Tensor, with_grad: bool) -> Result<Tensor> {
+    if !input.defined() {
+        return Err(missing("an input").into());
+    }
     let Some(place) = placeholder_for(input)? else {
         let (size, stride) = (input.size(), input.stride());
         let what = format!("elements of an input of shape {size:?} and strides {stride:?} share memory");

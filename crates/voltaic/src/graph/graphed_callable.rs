@@ -7,13 +7,14 @@ use tch::Tensor;
 use super::call::{Call, CallGraphs, CapturedCall, Outputs, trained_params};
 use super::capture::{check_not_capturing, is_capturing};
 use super::graphed::{Graphed, InPlace};
+use super::places::any_missing;
 use super::signature::{Casts, device_of};
 use crate::accelerator::rng;
 use crate::error::{Error, GraphError, Problem, Result};
 use crate::ffi::{self, ReplayStats};
 use crate::nn::{
     Callable, ModeNumbers, Module, ModuleExt, ModuleKind, Snapshot, SnapshotParts, TensorTuple, call_with,
-    set_training,
+    is_in_segment, set_training, te,
 };
 
 /// A module that is a graph; made by [`make_graphed_callables`].
@@ -136,7 +137,7 @@ impl OneGraph {
             Ok(captured) => captured.check(module, inputs, with_grad, code)?.0,
             Err(_) => Ok(()),
         };
-        kept.restore(module)?;
+        te::keep_measured(module, || kept.restore(module))?;
         rng::set_states(&rng)?;
         let captured = match captured {
             Err(Error::Graph(error @ GraphError::OnCard { .. })) => {
@@ -192,7 +193,7 @@ impl CallGraphs for OneGraph {
         // a module within its own call, too
         let Ok(mut held) = self.call.try_borrow_mut() else { return code(inputs) };
         let is_free = held.as_ref().is_some_and(|call| !call.is_busy());
-        if is_capturing() || is_other_mode || !is_free {
+        if is_capturing() || is_in_segment() || any_missing(inputs) || is_other_mode || !is_free {
             drop(held);
             return code(inputs);
         }

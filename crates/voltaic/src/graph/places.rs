@@ -96,6 +96,17 @@ pub(crate) fn numbered(prefix: &str, tensors: &[Tensor]) -> impl Iterator<Item =
         .map(move |(index, tensor)| (format!("{prefix} {index}"), tensor.shallow_clone()))
 }
 
+/// Whether a tensor of a call is a `None`.
+pub(super) fn any_missing(tensors: &[Tensor]) -> bool {
+    tensors.iter().any(|tensor| !tensor.defined())
+}
+
+/// That a graph has no place for a `None`.
+pub(super) fn missing(what: &str) -> GraphError {
+    let what = format!("{what} is missing, and a graph has a place for each tensor");
+    GraphError::Arguments { problem: Problem::new(what, "leave such calls out of graphs") }
+}
+
 /// Refuses tensors that cannot take the places of those that were captured.
 pub(super) fn check_inputs(captured: &[Tensor], given: &[&Tensor]) -> Result<()> {
     if captured.len() != given.len() {

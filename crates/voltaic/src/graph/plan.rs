@@ -83,7 +83,8 @@ fn needed_nodes(graph: &Graph) -> Vec<bool> {
         if graph.is_view(index) || node.makes_empty_tensor() {
             continue;
         }
-        let is_seen = node.results.iter().flat_map(Operand::values).any(|value| {
+        // an operator may write to a tensor beside those that it gives, as casts to float8 do to a history
+        let is_seen = node.results.iter().flat_map(Operand::values).chain(node.written()).any(|value| {
             let buffer = graph.values[value].buffer;
             is_read[buffer] || graph.buffers[buffer].made_by().is_none()
         });

@@ -5,6 +5,7 @@ use tch::{Kind, Tensor};
 use crate::device::Device;
 use crate::error::Result;
 use crate::ffi;
+use crate::precision::fp8::fp8_number;
 
 /// What a graph takes for granted of an input.
 #[derive(Debug, Clone, PartialEq)]
@@ -36,13 +37,15 @@ pub(super) struct Casts {
     state: (bool, i32),
     /// Of the operators that cast.
     lists_version: u64,
+    /// Of the recipe by which layers compute in float8.
+    fp8: u64,
 }
 
 impl Casts {
     pub(super) fn now(device: Device) -> Result<Self> {
         let (is_on, dtype) = ffi::autocast_state(device)?;
         let state = (is_on, if is_on { dtype } else { 0 });
-        Ok(Self { state, lists_version: ffi::autocast_lists_version() })
+        Ok(Self { state, lists_version: ffi::autocast_lists_version(), fp8: fp8_number() })
     }
 
     pub(super) fn is_on(self) -> bool {

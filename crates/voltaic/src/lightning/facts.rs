@@ -53,6 +53,8 @@ pub struct RunFacts {
     pub(crate) example_sizes: Option<Arc<CallSizes>>,
     /// Hooks of the calls of modules.
     pub(crate) module_hooks: ModuleHooks,
+    /// `trainer.graph`, if it captures something.
+    pub(crate) graph: Option<String>,
     pub(crate) profiling: Profiling,
     pub(crate) hardware: Hardware,
     pub(crate) world: World,

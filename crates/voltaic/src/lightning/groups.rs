@@ -32,6 +32,8 @@ pub(crate) struct Training {
     pub optimizers: Vec<Box<dyn Optimizer>>,
     /// In the order of their optimizers.
     pub schedulers: Vec<ActiveLrScheduler>,
+    /// A step runs, or a hook within one.
+    pub is_in_step: bool,
 }
 
 impl Default for Position {

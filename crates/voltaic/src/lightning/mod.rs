@@ -16,6 +16,7 @@ mod logged;
 mod manual;
 mod module;
 mod module_tensors;
+mod offload_states;
 mod output;
 mod param_values;
 mod requests;

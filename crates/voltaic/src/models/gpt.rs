@@ -6,7 +6,9 @@ use tch::{TchError, Tensor};
 
 use super::sizes::Sizes;
 use crate::error::{ConfigError, ModuleError, Problem, Result};
+use crate::generation::{CausalLm, KvCache};
 use crate::nn::functional::{cross_entropy, gelu, scaled_dot_product_attention};
+use crate::nn::parallel::{ColwiseParallel, ParallelPlan, RowwiseParallel};
 use crate::nn::{
     Callable, Dropout, Embedding, Forward, LayerNorm, Linear, Module, ModuleExt, init, within_call,
 };
@@ -102,6 +104,7 @@ impl GptConfig {
 /// # }
 /// ```
 #[derive(Module, Debug)]
+#[module(parallel_plan = Self::by_vocabulary)]
 pub struct Gpt {
     transformer: Transformer,
     lm_head: Linear,
@@ -171,6 +174,13 @@ impl Gpt {
         &self.config
     }
 
+    /// The table of tokens, and the last layer, which has the same weight.
+    fn by_vocabulary(&self) -> ParallelPlan {
+        ParallelPlan::new()
+            .layer("transformer.wte", RowwiseParallel::default())
+            .layer("lm_head", ColwiseParallel::default().gather_output())
+    }
+
     /// Mean cross-entropy of the next tokens: `tokens` and `targets` are `[batch, time]`, the targets being the tokens
     /// shifted by one. Returns shape `[]`.
     ///
@@ -210,6 +220,31 @@ impl Forward for Gpt {
     }
 }
 
+impl CausalLm for Gpt {
+    fn vocab_size(&self) -> i64 {
+        self.config.vocab_size
+    }
+
+    fn context_length(&self) -> i64 {
+        self.config.block_size
+    }
+
+    fn next_logits(&self, tokens: &Tensor, cache: &KvCache) -> anyhow::Result<Tensor> {
+        within_call(self, tokens, |tokens| {
+            let Transformer { wte, wpe, drop, h, ln_f } = &self.transformer;
+            let positions_btc = wpe.call(&cache.positions()?)?;
+            let mut x_btc = drop.call(&wte.call(tokens)?.f_add(&positions_btc)?)?;
+            for (layer, block) in h.iter().enumerate() {
+                x_btc = within_call(block, &x_btc, |x_btc| block.pass(x_btc, Some((cache, layer))))?;
+            }
+            self.lm_head.call(&ln_f.call(&cache.last(&x_btc)?)?)
+        })
+    }
+}
+
+/// A cache, and the number of the layer that it serves.
+type LayerCache<'a> = (&'a KvCache, usize);
+
 #[derive(Module, Debug)]
 struct Block {
     ln_1: LayerNorm,
@@ -231,19 +266,31 @@ impl Block {
 
 impl Forward for Block {
     fn forward(&self, x_btc: &Tensor) -> anyhow::Result<Tensor> {
-        let x_btc = x_btc + self.attn.call(&self.ln_1.call(x_btc)?)?;
+        self.pass(x_btc, None)
+    }
+}
+
+impl Block {
+    fn pass(&self, x_btc: &Tensor, cache: Option<LayerCache>) -> anyhow::Result<Tensor> {
+        let normed_btc = self.ln_1.call(x_btc)?;
+        let attended_btc = match cache {
+            None => self.attn.call(&normed_btc)?,
+            Some(_) => within_call(&self.attn, &normed_btc, |x_btc| self.attn.pass(x_btc, cache))?,
+        };
+        let x_btc = x_btc + attended_btc;
         let update_btc = self.mlp.call(&self.ln_2.call(&x_btc)?)?;
         Ok(x_btc + update_btc)
     }
 }
 
 #[derive(Module, Debug)]
+#[module(parallel_plan = Self::by_heads)]
 struct CausalSelfAttention {
     c_attn: Linear,
     c_proj: Linear,
     attn_dropout: Dropout,
     resid_dropout: Dropout,
-    n_head: i64,
+    head_dim: i64,
 }
 
 impl CausalSelfAttention {
@@ -254,26 +301,44 @@ impl CausalSelfAttention {
             c_proj: Linear::builder(n_embd, n_embd).bias(bias).build()?,
             attn_dropout: Dropout::new(dropout)?,
             resid_dropout: Dropout::new(dropout)?,
-            n_head,
+            head_dim: n_embd / n_head,
         })
+    }
+
+    fn by_heads(&self) -> ParallelPlan {
+        ParallelPlan::new()
+            .layer("c_attn", ColwiseParallel::default().parts(3).unit(self.head_dim))
+            .layer("c_proj", RowwiseParallel::default().unit(self.head_dim))
     }
 }
 
 impl Forward for CausalSelfAttention {
     fn forward(&self, x_btc: &Tensor) -> anyhow::Result<Tensor> {
+        self.pass(x_btc, None)
+    }
+}
+
+impl CausalSelfAttention {
+    fn pass(&self, x_btc: &Tensor, cache: Option<LayerCache>) -> anyhow::Result<Tensor> {
         let qkv = self.c_attn.call(x_btc)?.f_chunk(3, -1)?;
         let by_head = |x: &Tensor| -> Result<Tensor, TchError> {
-            x.f_unflatten(-1, [self.n_head, -1])?.f_transpose(1, 2)
+            x.f_unflatten(-1, [-1, self.head_dim])?.f_transpose(1, 2)
         };
         let (query, key, value) = (by_head(&qkv[0])?, by_head(&qkv[1])?, by_head(&qkv[2])?);
-        let dropout_p = self.attn_dropout.active_p();
-        let y = scaled_dot_product_attention(&query, &key, &value, None, dropout_p, true)?;
+        let y = match cache {
+            Some((cache, layer)) => cache.attend(layer, &query, &key, &value)?,
+            None => {
+                let dropout_p = self.attn_dropout.active_p();
+                scaled_dot_product_attention(&query, &key, &value, None, dropout_p, true)?
+            }
+        };
         let y_btc = y.f_transpose(1, 2)?.f_flatten(2, 3)?;
         self.resid_dropout.call(&self.c_proj.call(&y_btc)?)
     }
 }
 
 #[derive(Module, Debug)]
+#[module(parallel_plan = Self::by_features)]
 struct FeedForward {
     c_fc: Linear,
     c_proj: Linear,
@@ -288,6 +353,12 @@ impl FeedForward {
             c_proj: Linear::builder(4 * n_embd, n_embd).bias(bias).build()?,
             dropout: Dropout::new(dropout)?,
         })
+    }
+
+    fn by_features(&self) -> ParallelPlan {
+        ParallelPlan::new()
+            .layer("c_fc", ColwiseParallel::default())
+            .layer("c_proj", RowwiseParallel::default())
     }
 }
 

@@ -31,7 +31,8 @@ thread_local!(static SCOPE: RefCell<Option<Scope>> = const { RefCell::new(None) 
 /// `init_module(empty_init=True)`). With others they are whole from then on.
 ///
 /// Weights that were changed by other means than this module's functions, smaller than 64 KiB, or brought into another
-/// layout, keep their memory. Do not hold tensors of weights across calls of these functions in `make`; hold the parameters.
+/// layout, keep their memory. Build the trainer first, or call [`ffi::install_host_pool`]: the heap of libtorch's own allocator falls to pieces
+/// by weights that come and go, and grows as if they stayed. Do not hold tensors of weights across calls of these functions in `make`; hold the parameters.
 ///
 /// ```
 /// use voltaic::nn::{Linear, init};

@@ -34,8 +34,14 @@ mod buffer;
 mod callable;
 mod calls;
 mod check;
+mod checkpoint;
+mod checkpoint_policy;
+mod choice;
+mod compute;
 mod deferred;
 mod field;
+mod fp8_attention;
+mod fp8_linear;
 pub mod functional;
 mod gather;
 pub mod init;
@@ -44,11 +50,15 @@ mod metric;
 mod misfit;
 mod modes;
 mod module;
+mod named;
+pub mod parallel;
 mod parameter;
+pub mod quant;
 mod running_statistics;
 mod sequential;
 mod snapshot;
 mod state_dict;
+pub mod te;
 mod tensor_tuple;
 mod tree;
 mod unit_grads;
@@ -64,8 +74,17 @@ pub(crate) use calls::call::{call_as, within_call};
 pub(crate) use calls::entry::CallWatcher;
 pub use calls::entry::ModuleCall;
 pub use calls::hooks::{ModuleHooks, RemovableHandle};
+pub(crate) use calls::recompute::is_in_segment;
+pub use calls::recompute::is_recomputing;
 pub use calls::which::Which;
 pub use check::Sizes;
+pub(crate) use checkpoint::{CheckpointCalls, Treatment};
+pub use checkpoint::{
+    CheckpointScope, CheckpointSettings, CheckpointStats, checkpoint, checkpoint_fn, checkpoint_with,
+    save_on_host,
+};
+pub use checkpoint_policy::CheckpointPolicy;
+pub(crate) use choice::kept_within;
 #[doc(hidden)]
 pub use field::Field;
 pub(crate) use gather::GatherWatch;
@@ -78,10 +97,12 @@ pub use layers::conv_transpose::{ConvTranspose2d, ConvTranspose2dBuilder};
 pub use layers::dropout::Dropout;
 pub use layers::embedding::{Embedding, EmbeddingBuilder};
 pub use layers::linear::{Linear, LinearBuilder};
+pub use layers::matmul::Matmul;
 pub use layers::norm::{GroupNorm, GroupNormBuilder, LayerNorm, LayerNormBuilder, NormalizedShape};
 pub use layers::pool::{
     AdaptiveAvgPool2d, AvgPool2d, AvgPool2dBuilder, Flatten, MaxPool2d, MaxPool2dBuilder,
 };
+pub use layers::recurrent::{Gru, GruBuilder, Lstm, LstmBuilder, PackedSequence, Rnn, RnnBuilder};
 pub use layers::sync_batch_norm::SyncBatchNorm;
 pub(crate) use metric::refuse_shape;
 pub use metric::{Metric, MetricState, Reduction};
@@ -96,6 +117,7 @@ pub(crate) use module::identity;
 #[doc(hidden)]
 pub use module::{AsCode, AsModule, ModuleCode};
 pub use module::{Forward, Member, Module};
+pub(crate) use named::{is_member, modules_named};
 pub use parameter::{Gather, Logical, Parameter};
 pub(crate) use running_statistics::{EqualBatches, has_running_statistics, reset_running_statistics};
 pub use sequential::Sequential;
@@ -105,5 +127,5 @@ pub(crate) use state_dict::StateEntry;
 pub use tensor_tuple::TensorTuple;
 pub use tree::ModuleExt;
 pub use tree::name_parameters;
-pub(crate) use tree::{load_state_dict_each, refuse_kept, state_dict_of, tied_names};
+pub(crate) use tree::{frozen_parameters, load_state_dict_each, refuse_kept, state_dict_of, tied_names};
 pub use unit_grads::UnitGrads;

@@ -8,6 +8,7 @@ pub use voltaic_macros::Module;
 
 use crate::nn::buffer::Buffer;
 use crate::nn::metric::Metric;
+use crate::nn::parallel::plan::ParallelPlan;
 use crate::nn::parameter::Parameter;
 
 /// A direct member of a module.
@@ -105,6 +106,13 @@ pub trait Module: AsModule + Send + 'static {
     /// shows the members of another module as its own gives that one here.
     fn wrapped(&self) -> Option<&dyn Module> {
         None
+    }
+
+    /// How the layers of this module, by their fqns in it, are divided among ranks by tensor parallelism, if it knows.
+    /// `#[module(parallel_plan = FUNCTION)]` on a struct derives it, with a function of `&self`: a module that attends by heads says
+    /// so of its projections. See [`nn::parallel`](crate::nn::parallel).
+    fn parallel_plan(&self) -> Option<ParallelPlan> {
+        self.wrapped().and_then(Module::parallel_plan)
     }
 
     /// Name of the module's type without its path, such as `Conv2d`.

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tch::{Kind, Tensor};
 
 use super::gather::note_failure;
+use super::parallel::shard::TensorShard;
 use crate::error::{ConfigError, Result};
 use crate::ffi;
 
@@ -102,6 +103,8 @@ struct State {
     fqn: Option<Arc<str>>,
     /// The attached [`Gather`], and shape and dtype of the whole weight.
     gather: Option<(Arc<dyn Gather>, Logical)>,
+    /// Of a weight of which this rank has a slice.
+    shard: Option<Arc<TensorShard>>,
 }
 
 /// What a weight is as a whole, wherever its values are.
@@ -246,11 +249,20 @@ impl Parameter {
         done.and_then(|value| released.map(|()| value))
     }
 
-    /// A copy of the whole weight if a strategy keeps it, which lasts; else the weight itself.
+    /// A copy of the whole weight if a strategy keeps it or ranks have slices of it, which lasts; else the weight itself.
     ///
     /// # Errors
     /// Why it cannot be gathered.
+    ///
+    /// # Collective
+    /// If ranks have slices of the weight: all of them.
     pub fn lasting(&self) -> Result<Tensor> {
+        let own = self.lasting_own()?;
+        self.tensor_shard().map_or(Ok(own.shallow_clone()), |shard| shard.whole(&own))
+    }
+
+    /// The same of what this rank has.
+    pub(crate) fn lasting_own(&self) -> Result<Tensor> {
         if self.attached_gather().is_none_or(|gather| gather.is_provisional()) {
             return Ok(self.try_tensor()?.f_detach()?);
         }
@@ -260,6 +272,36 @@ impl Parameter {
             copy.f_copy_(tensor)?;
             Ok(copy)
         })
+    }
+
+    /// Which slice of the weight this rank has, if tensor parallelism divides it. All other functions are about this slice, which is a
+    /// parameter of its own; state dicts have the whole weight.
+    pub fn tensor_shard(&self) -> Option<Arc<TensorShard>> {
+        self.state().shard.clone()
+    }
+
+    /// Replaces the whole weight by this rank's slice.
+    pub(super) fn set_shard(&self, local: &Tensor, shard: Arc<TensorShard>) -> Result<()> {
+        self.set_data(local)?;
+        self.note_shard(shard);
+        Ok(())
+    }
+
+    /// Says of which slice the values are.
+    pub(super) fn note_shard(&self, shard: Arc<TensorShard>) {
+        self.state().shard = Some(shard);
+    }
+
+    /// Replaces this rank's slice by the whole weight.
+    pub(super) fn end_shard(&self, whole: &Tensor) -> Result<()> {
+        self.set_data(whole)?;
+        self.state().shard = None;
+        Ok(())
+    }
+
+    /// The shape that the weight has in a state dict.
+    pub fn whole_size(&self) -> Vec<i64> {
+        self.tensor_shard().map_or_else(|| self.size(), |shard| shard.shape().to_vec())
     }
 
     /// Lets a strategy keep the values from now on. The whole values must be in memory.

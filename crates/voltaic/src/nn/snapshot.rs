@@ -9,9 +9,11 @@ use super::buffer::Buffer;
 use super::metric::Metric;
 use super::module::Module;
 use super::parameter::Parameter;
+use super::te::fp8_layers;
 use super::tree::ModuleExt;
 use crate::error::{CheckpointError, Error, Problem, Result};
 use crate::ffi;
+use crate::precision::fp8::Fp8State;
 
 type Tensors = Vec<(String, Tensor)>;
 
@@ -19,7 +21,7 @@ type Tensors = Vec<(String, Tensor)>;
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct SnapshotParts {
     pub parameters: bool,
-    /// Those too that no state dict has.
+    /// Those too that no state dict has, and scales of layers that compute in float8.
     pub buffers: bool,
     /// Gradients that are there.
     pub grads: bool,
@@ -33,6 +35,8 @@ pub(crate) struct SnapshotParts {
 pub(crate) struct Snapshot {
     parameters: Tensors,
     buffers: Tensors,
+    /// Scales of layers that compute in float8.
+    fp8: Vec<(String, Fp8State)>,
     grads: Tensors,
     metrics: Vec<(Arc<dyn Metric>, Tensors)>,
 }
@@ -58,7 +62,10 @@ impl Snapshot {
             let state = metric.state().named()?;
             Ok((metric, state))
         });
+        let fp8 = if parts.buffers { fp8_layers(module.as_dyn()) } else { Vec::new() };
+        let fp8 = fp8.into_iter().map(|(fqn, meta)| Ok((fqn, meta.state()?)));
         Ok(Self {
+            fp8: fp8.collect::<Result<_>>()?,
             parameters: values.collect::<Result<_>>()?,
             buffers: copies(buffers.filter(|_| parts.buffers).collect())?,
             grads: copies(grads)?,
@@ -89,6 +96,11 @@ impl Snapshot {
         for (fqn, grad) in &self.grads {
             if let Some((_, parameter)) = parameters.iter().find(|(name, _)| name == fqn) {
                 ffi::set_grad(parameter.leaf(), grad)?;
+            }
+        }
+        for (fqn, meta) in fp8_layers(module.as_dyn()) {
+            if let Some((_, state)) = self.fp8.iter().find(|(known, _)| *known == fqn) {
+                meta.load_state(state)?;
             }
         }
         self.metrics.iter().try_for_each(|(metric, state)| metric.state().restore(state))

@@ -2,8 +2,9 @@
 
 use std::collections::{HashMap, HashSet};
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
+use crate::checkpoint::{Unread, exact};
 use crate::error::{CheckpointError, Problem, Result};
 use crate::nn::parameter::Parameter;
 
@@ -32,19 +33,58 @@ pub(crate) enum StateEntry {
 impl StateEntry {
     fn size(&self) -> Vec<i64> {
         match self {
-            Self::Parameter(parameter) => parameter.size(),
+            Self::Parameter(parameter) => parameter.whole_size(),
             Self::Buffer(tensor) => tensor.size(),
         }
     }
 
-    /// Copies values into it.
+    /// Copies values into it, of which a rank that has a slice takes that.
     pub(crate) fn fill(&self, values: &Tensor) -> Result<()> {
+        let own = match self {
+            Self::Parameter(parameter) => parameter.kind(),
+            Self::Buffer(tensor) => tensor.kind(),
+        };
+        let is_float8 = |kind| matches!(kind, Kind::Float8e4m3fn | Kind::Float8e5m2);
+        if own != values.kind() && (is_float8(own) || is_float8(values.kind())) {
+            let what = format!("weights are {:?}, and the module's are {own:?}", values.kind());
+            let remedy = match is_float8(own) {
+                true => "the module is quantized: load a quantized file, or load before convert_modules",
+                false => "load a quantized file with its scales, by nn::quant::load or ckpt_path",
+            };
+            let module = "a quantized weight".to_owned();
+            return Err(CheckpointError::Mismatch { module, problem: Problem::new(what, remedy) }.into());
+        }
         match self {
-            Self::Parameter(parameter) => {
-                parameter.update(|tensor| Ok(tensor.shallow_clone().f_copy_(values)?))
-            }
+            Self::Parameter(parameter) => match parameter.tensor_shard() {
+                Some(shard) => Self::fill_own(parameter, &shard.slice(values)?),
+                None => Self::fill_own(parameter, values),
+            },
             Self::Buffer(tensor) => Ok(tensor.shallow_clone().f_copy_(values)?),
         }
+    }
+
+    /// Takes the tensor of this name of an opened checkpoint, with the precision of its master weight if that is named. A rank that has a
+    /// slice reads no more.
+    pub(crate) fn read(&self, unread: &Unread, name: &str, master: Option<&str>) -> Result<()> {
+        let Self::Parameter(parameter) = self else { return self.fill(&unread.whole(name)?) };
+        let shard = parameter.tensor_shard();
+        let read = |name: &str| match &shard {
+            Some(shard) => Ok(unread.shard(name, &shard.spec())?.f_view(shard.local_shape().as_slice())?),
+            None => unread.whole(name),
+        };
+        let values = read(name)?;
+        Self::fill_own(
+            parameter,
+            &match master {
+                Some(master) => exact(values, read(master)?)?,
+                None => values,
+            },
+        )
+    }
+
+    /// Copies this rank's values into a parameter.
+    pub(crate) fn fill_own(parameter: &Parameter, values: &Tensor) -> Result<()> {
+        parameter.update(|tensor| Ok(tensor.shallow_clone().f_copy_(values)?))
     }
 }
 

@@ -8,7 +8,8 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// A tensor, or a tuple of one to six.
+/// A tensor, or a tuple of one to six; each may be an `Option`, such as a mask that may be missing. A call without a tensor runs without a
+/// graph.
 ///
 /// A call has a fixed number of inputs and outputs, so that lists and maps of tensors are refused by the compiler:
 ///
@@ -24,7 +25,7 @@ mod sealed {
     label = "a list or a map of tensors has no fixed number of them",
     note = "give the tensors one by one, as a tuple"
 )]
-pub trait TensorTuple: sealed::Sealed + Sized {
+pub trait TensorTuple: sealed::Sealed + Sized + 'static {
     /// Handles of the tensors, in order.
     fn tensors(&self) -> Vec<Tensor>;
 
@@ -55,27 +56,69 @@ fn take<const N: usize>(tensors: Vec<Tensor>) -> Result<[Tensor; N]> {
     })
 }
 
-macro_rules! tensor_tuple {
-    ($count:literal, $($name:ident $tensor:ty),+) => {
-        impl sealed::Sealed for ($($tensor,)+) {}
+/// One of a tuple: a tensor, or one that may be missing.
+pub trait Slot: sealed::Sealed + Sized + 'static {
+    /// A handle of the tensor; undefined if it is missing.
+    fn tensor(&self) -> Tensor;
 
-        impl TensorTuple for ($($tensor,)+) {
+    /// The one of this tensor.
+    fn of(tensor: Tensor) -> Self;
+}
+
+impl Slot for Tensor {
+    fn tensor(&self) -> Tensor {
+        self.shallow_clone()
+    }
+
+    fn of(tensor: Tensor) -> Self {
+        tensor
+    }
+}
+
+impl sealed::Sealed for Option<Tensor> {}
+
+impl Slot for Option<Tensor> {
+    fn tensor(&self) -> Tensor {
+        self.as_ref().map_or_else(Tensor::new, Tensor::shallow_clone)
+    }
+
+    fn of(tensor: Tensor) -> Self {
+        tensor.defined().then_some(tensor)
+    }
+}
+
+impl TensorTuple for Option<Tensor> {
+    fn tensors(&self) -> Vec<Tensor> {
+        vec![self.tensor()]
+    }
+
+    fn from_tensors(tensors: Vec<Tensor>) -> Result<Self> {
+        let [tensor] = take(tensors)?;
+        Ok(Slot::of(tensor))
+    }
+}
+
+macro_rules! tensor_tuple {
+    ($count:literal, $($name:ident $slot:ident),+) => {
+        impl<$($slot: Slot),+> sealed::Sealed for ($($slot,)+) {}
+
+        impl<$($slot: Slot),+> TensorTuple for ($($slot,)+) {
             fn tensors(&self) -> Vec<Tensor> {
                 let ($($name,)+) = self;
-                vec![$($name.shallow_clone()),+]
+                vec![$($name.tensor()),+]
             }
 
             fn from_tensors(tensors: Vec<Tensor>) -> Result<Self> {
                 let [$($name),+] = take::<$count>(tensors)?;
-                Ok(($($name,)+))
+                Ok(($($slot::of($name),)+))
             }
         }
     };
 }
 
-tensor_tuple!(1, a Tensor);
-tensor_tuple!(2, a Tensor, b Tensor);
-tensor_tuple!(3, a Tensor, b Tensor, c Tensor);
-tensor_tuple!(4, a Tensor, b Tensor, c Tensor, d Tensor);
-tensor_tuple!(5, a Tensor, b Tensor, c Tensor, d Tensor, e Tensor);
-tensor_tuple!(6, a Tensor, b Tensor, c Tensor, d Tensor, e Tensor, f Tensor);
+tensor_tuple!(1, a A);
+tensor_tuple!(2, a A, b B);
+tensor_tuple!(3, a A, b B, c C);
+tensor_tuple!(4, a A, b B, c C, d D);
+tensor_tuple!(5, a A, b B, c C, d D, e E);
+tensor_tuple!(6, a A, b B, c C, d D, e E, f F);

@@ -100,13 +100,15 @@ pub trait ModuleExt: Module {
         self.convert(&mut |tensor| Ok(tensor.f_to_device(device.tch())?))
     }
 
-    /// Casts all floating-point parameters and buffers, in place.
+    /// Casts all floating-point parameters and buffers, in place. Quantized weights stay as they are.
     ///
     /// # Errors
     /// If the device has no such dtype.
     fn to_dtype(&self, dtype: Kind) -> Result<()> {
         self.convert(&mut |tensor| {
-            Ok(if tensor.is_floating_point() { tensor.f_to_kind(dtype)? } else { tensor.shallow_clone() })
+            let is_quantized = matches!(tensor.kind(), Kind::Float8e4m3fn | Kind::Float8e5m2);
+            let is_cast = tensor.is_floating_point() && !is_quantized;
+            Ok(if is_cast { tensor.f_to_kind(dtype)? } else { tensor.shallow_clone() })
         })
     }
 
@@ -243,6 +245,16 @@ pub(crate) fn state_dict_of(
     held.map(|(fqn, held)| match held {
         StateEntry::Parameter(parameter) => Ok((fqn, parameter.lasting()?)),
         StateEntry::Buffer(tensor) => Ok((fqn, tensor)),
+    })
+    .collect()
+}
+
+/// Names and shapes of frozen parameters in a state dict, tied ones under each of their names.
+pub(crate) fn frozen_parameters(module: &dyn Module) -> Vec<(String, Vec<i64>)> {
+    let held = StateEntry::of(module).into_iter();
+    held.filter_map(|(fqn, held)| match held {
+        StateEntry::Parameter(parameter) if !parameter.requires_grad() => Some((fqn, parameter.whole_size())),
+        _ => None,
     })
     .collect()
 }

@@ -10,7 +10,7 @@ use super::param_group::{GroupOptions, ParamGroup, ParamGroupSpec, SavedGroup};
 use super::replay::Rate;
 use super::settings::{Settings, optimizer};
 use crate::error::Result;
-use crate::ffi::{AdamLists, AdamOptions, TensorList};
+use crate::ffi::{AdamLists, AdamOptions, StepKind, StepLists, StepRule, TensorList};
 
 macro_rules! adam_config {
     ($(#[$doc:meta])* $name:ident = $class:literal, $weight_decay:literal, $decoupled:literal, $(#[$decay_doc:meta])*) => {
@@ -126,7 +126,7 @@ fn state_or_zeros(slot: &mut Slot, index: usize) -> Result<Tensor> {
     let state = match &slot.state[index] {
         Some(state) => state.shallow_clone(),
         None if index == STEP => Tensor::f_zeros([0; 0], (Kind::Float, slot.param.device()))?,
-        None => slot.weights().detach().f_zeros_like()?,
+        None => slot.new_state(0.0)?,
     };
     slot.state[index] = Some(state.shallow_clone());
     Ok(state)
@@ -135,6 +135,7 @@ fn state_or_zeros(slot: &mut Slot, index: usize) -> Result<Tensor> {
 impl Rule for AdamRule {
     const STATE: &'static [&'static str] = &["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"];
     type Lists = Lists;
+    const HAS_OPERATOR: bool = true;
 
     fn name(&self) -> &'static str {
         self.name
@@ -192,6 +193,38 @@ impl Rule for AdamRule {
             decoupled: self.decoupled,
         };
         Ok(lists.step(grads, &options)?)
+    }
+
+    fn update_in_one_pass(
+        &self,
+        group: &ParamGroup,
+        Lists { lists, is_corrected }: &mut Lists,
+        grads: &mut TensorList,
+        rounded: Option<&TensorList>,
+    ) -> Result<bool> {
+        let GroupOptions::Adam { betas, eps, amsgrad, .. } = group.options else { return Ok(false) };
+        let rule = StepRule {
+            betas,
+            eps,
+            amsgrad,
+            decoupled: self.decoupled,
+            ..StepRule::new(StepKind::Adam, group.lr, group.weight_decay, group.maximize)
+        };
+        let counts = match is_corrected {
+            true => Vec::<f32>::try_from(&lists.all_steps)?
+                .into_iter()
+                .map(|step| f64::from(step + 1.0))
+                .collect(),
+            false => vec![f64::INFINITY; lists.params.len()],
+        };
+        let mut states = vec![&lists.exp_avgs, &lists.exp_avg_sqs];
+        states.extend(&lists.max_exp_avg_sqs);
+        let step = StepLists { params: &lists.params, states: &states, rounded };
+        let is_done = step.step(grads, &rule, Some(&counts))?;
+        if is_done {
+            let _ = lists.all_steps.f_add_scalar_(1.0)?;
+        }
+        Ok(is_done)
     }
 
     fn required(group: &SavedGroup) -> Vec<usize> {

@@ -9,6 +9,7 @@ use super::param_group::{GroupOptions, ParamGroup};
 use super::replay::Rate;
 use super::settings::optimizer;
 use crate::error::Result;
+use crate::ffi::{StepKind, StepRule};
 
 /// Adagrad (Duchi et al., JMLR 12, 2011), as `torch.optim.Adagrad`.
 ///
@@ -38,8 +39,16 @@ formula_optimizer!(Adagrad);
 impl Formula for Adagrad {
     const STATE: &'static [&'static str] = &["sum", "step"];
 
+    const IS_EXACT_IN_ONE_PASS: bool = false; // libtorch's square roots are the MKL's
+
     fn initial(&self, _: usize) -> f64 {
         self.initial_accumulator_value
+    }
+
+    fn step_rule(group: &ParamGroup) -> Option<StepRule> {
+        let GroupOptions::Adagrad { lr_decay, eps } = group.options else { return None };
+        let rule = StepRule::new(StepKind::Adagrad, group.lr, group.weight_decay, group.maximize);
+        Some(StepRule { lr_decay, eps, ..rule })
     }
 
     fn update(

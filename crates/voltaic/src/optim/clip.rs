@@ -142,14 +142,16 @@ pub fn clip_to_norm<'a>(
     scale_to_norm(&grads_of(params)?, norm, max_norm)
 }
 
-fn scale_to_norm(grads: &TensorList, norm: &Tensor, max_norm: f64) -> Result<()> {
+fn scale_to_norm(grads: &[Grads], norm: &Tensor, max_norm: f64) -> Result<()> {
     if grads.is_empty() {
         return Ok(());
     }
     let _no_grad = tch::no_grad_guard();
     // the reciprocal, because PyTorch divides a number by a tensor this way and rounds twice
     let factor = norm.f_add_scalar(1e-6)?.f_reciprocal()?.f_mul_scalar(max_norm)?.f_clamp_max(1.0)?;
-    Ok(ffi::foreach_mul_tensor(grads, &factor)?)
+    grads.iter().try_for_each(|Grads { list, device, .. }| {
+        Ok(ffi::foreach_mul_tensor(list, &factor.f_to_device(*device)?)?)
+    })
 }
 
 /// The `norm_type`-norm of the gradients, taken over all of them as one vector: shape `[]`, as [`clip_grad_norm_of_type`]
@@ -171,16 +173,26 @@ pub(crate) fn part_norm<'a>(params: impl IntoIterator<Item = &'a Tensor>, norm_t
     norm_of(&grads_of(params)?, norm_type)
 }
 
-fn norm_of(grads: &TensorList, norm_type: f64) -> Result<Tensor> {
+fn norm_of(grads: &[Grads], norm_type: f64) -> Result<Tensor> {
     if norm_type.is_nan() {
         let remedy = "use 2, another number, or infinity for the largest absolute value";
         return Err(ConfigError::new("norm_type", "NaN is not a norm", remedy).into());
     }
-    if grads.is_empty() {
-        return Ok(Tensor::from(0.0_f32));
-    }
     let _no_grad = tch::no_grad_guard();
-    let norms = ffi::foreach_norm(grads, norm_type)?;
+    let norms = match grads {
+        [] => return Ok(Tensor::from(0.0_f32)),
+        [Grads { list, .. }] => ffi::foreach_norm(list, norm_type)?,
+        [Grads { device, .. }, ..] => {
+            let norms = grads
+                .iter()
+                .map(|Grads { list, .. }| Ok(ffi::foreach_norm(list, norm_type)?.f_to_device(*device)?));
+            let norms = Tensor::f_cat(&norms.collect::<Result<Vec<_>>>()?, 0)?;
+            // in the order of the parameters: the sum is that of gradients on one device
+            let places: Vec<i64> = grads.iter().flat_map(|grads| grads.places.iter().copied()).collect();
+            let order = Tensor::f_from_slice(&places)?.f_argsort(0, false)?;
+            norms.f_index_select(0, &order.f_to_device(*device)?)?
+        }
+    };
     let dim: Option<&[i64]> = None;
     Ok(norms.f_linalg_norm(norm_type, dim, false, None)?)
 }
@@ -195,15 +207,45 @@ pub fn clip_grad_value<'a>(params: impl IntoIterator<Item = &'a Tensor>, clip_va
     check_bound(clip_value)?;
     let params: Vec<&Tensor> = params.into_iter().collect();
     check_whole("clip_grad_value", params.iter().copied(), |share| share == GradShare::Part)?;
-    let grads = grads_of(params)?;
-    Ok(ffi::foreach_clamp(&grads, -clip_value, clip_value)?)
+    grads_of(params)?
+        .iter()
+        .try_for_each(|Grads { list, .. }| Ok(ffi::foreach_clamp(list, -clip_value, clip_value)?))
 }
 
-fn grads_of<'a>(params: impl IntoIterator<Item = &'a Tensor>) -> Result<TensorList> {
-    let mut grads = TensorList::new([])?;
+/// Gradients on one device, at least one.
+struct Grads {
+    list: TensorList,
+    device: tch::Device,
+    /// The places of their parameters among all.
+    places: Vec<i64>,
+}
+
+/// The gradients of parameters by device: some may be offloaded. Those of 16 bits of parameters in float32 become float32.
+fn grads_of<'a>(params: impl IntoIterator<Item = &'a Tensor>) -> Result<Vec<Grads>> {
     // the largest element of none is an error of libtorch's
-    grads.fill_with_grads(&TensorList::new(params.into_iter().filter(|leaf| leaf.numel() > 0))?)?;
-    Ok(grads)
+    let leaves: Vec<&Tensor> = params.into_iter().filter(|leaf| leaf.numel() > 0).collect();
+    let mut by_device: Vec<(tch::Device, Vec<(i64, &Tensor)>)> = Vec::new();
+    for (place, leaf) in (0..).zip(leaves) {
+        let device = leaf.device();
+        match by_device.iter_mut().find(|(known, _)| *known == device) {
+            Some((_, leaves)) => leaves.push((place, leaf)),
+            None => by_device.push((device, vec![(place, leaf)])),
+        }
+    }
+    if by_device.len() > 1 {
+        by_device.iter_mut().for_each(|(_, leaves)| leaves.retain(|(_, leaf)| leaf.grad().defined()));
+    }
+    let mut all = Vec::new();
+    for (device, leaves) in by_device {
+        let mut list = TensorList::new([])?;
+        let params = TensorList::new(leaves.iter().map(|(_, leaf)| *leaf))?;
+        params.widen_grads()?;
+        list.fill_with_grads(&params)?;
+        if !list.is_empty() {
+            all.push(Grads { list, device, places: leaves.into_iter().map(|(place, _)| place).collect() });
+        }
+    }
+    Ok(all)
 }
 
 fn check_bound(bound: f64) -> Result<()> {

@@ -7,9 +7,11 @@ use serde_json::Value;
 use tch::{Kind, Tensor};
 
 use super::clip::{GradientClip, grad_norm};
+use super::offload_states::{OffloadState, OffloadStates, Offloaded, move_grad};
 use super::optimizer::{Optimizer, OptimizerState, leaves};
 use super::param_group::{ParamGroup, SavedGroup};
 use super::replay::{Rate, Replayed};
+use super::rounding::Rounding;
 use super::values::{ParamValue, Whole};
 use crate::checkpoint::MASTER;
 use crate::error::{CheckpointError, ConfigError, OptimError, Problem, Result};
@@ -22,6 +24,11 @@ pub(super) trait Rule: Send {
     const STATE: &'static [&'static str];
     /// What the kernel takes, kept between steps.
     type Lists: Send;
+    /// Whether [`Rule::update`] calls an operator of libtorch's that does all, in place of which voltaic puts its own.
+    const HAS_OPERATOR: bool;
+
+    /// Whether [`Rule::update_in_one_pass`] gives the bits of [`Rule::update`].
+    const IS_EXACT_IN_ONE_PASS: bool = true;
 
     /// Name of the optimizer, such as `AdamW`.
     fn name(&self) -> &'static str;
@@ -40,6 +47,18 @@ pub(super) trait Rule: Send {
         lists: &mut Self::Lists,
         grads: &mut TensorList,
     ) -> Result<()>;
+
+    /// The same in one pass over memory, by a kernel that takes gradients of 16 bits for weights of float32, and writes the weights
+    /// rounded, too. `false`, with nothing done, if there is none for this rule or for these tensors.
+    fn update_in_one_pass(
+        &self,
+        _group: &ParamGroup,
+        _lists: &mut Self::Lists,
+        _grads: &mut TensorList,
+        _rounded: Option<&TensorList>,
+    ) -> Result<bool> {
+        Ok(false)
+    }
 
     /// Whether clipping limits updates of this group in the place of gradients.
     fn limits_updates(&self, _group: &ParamGroup) -> bool {
@@ -76,12 +95,20 @@ pub(super) struct Slot {
     pub(super) state: Vec<Option<Tensor>>,
     /// How often the weight had been written to when its master copy was last the same: autograd counts.
     version: i64,
+    /// Whether states are float32, whatever the parameter is.
+    has_float32_states: bool,
 }
 
 impl Slot {
     /// What is updated: the master copy if there is one, else the parameter.
     pub(super) fn weights(&self) -> &Tensor {
         self.state.last().and_then(Option::as_ref).unwrap_or(self.param.leaf())
+    }
+
+    /// A new state tensor, laid out as the parameter.
+    pub(super) fn new_state(&self, value: f64) -> Result<Tensor> {
+        let state = self.weights().detach().f_full_like(value)?;
+        Ok(if self.has_float32_states { state.f_to_kind(Kind::Float)? } else { state })
     }
 
     /// The weight and its master copy are the same now, but for rounding.
@@ -110,13 +137,24 @@ struct Bucket<L> {
     gradients: Gradients,
     /// Whether the members are of a lower dtype, and copies of them in float32 are updated in their place.
     has_masters: bool,
+    /// Whether these copies stay. Without, a kernel rounds the updated members, or copies are made for each step; states are float32
+    /// all the same.
+    keeps_masters: bool,
+    /// Whether a kernel may update the members without copies, until one has declined; and whether the lists are for that.
+    may_be_in_place: bool,
+    is_in_place: bool,
     cached: Option<CachedLists<L>>,
 }
 
 impl<L> Bucket<L> {
+    /// Whether weights of float32 are updated, by gradients that may have 16 bits. A strategy may have cast parts since the first step.
+    fn updates_float32(&self) -> bool {
+        self.has_masters || self.members.first().is_some_and(|slot| slot.param.kind() == Kind::Float)
+    }
+
     /// Takes what was written to weights over to their master copies: an edit counts.
     fn take_changes(&mut self) -> Result<()> {
-        if !self.has_masters {
+        if !self.keeps_masters {
             return Ok(());
         }
         self.members.iter_mut().try_for_each(|slot| {
@@ -131,8 +169,8 @@ struct CachedLists<L> {
     /// Which parameters had a gradient.
     status: Vec<GradStatus>,
     lists: L,
-    /// Parameters and their master copies, if there are some.
-    rounding: Option<(TensorList, TensorList)>,
+    /// Weights of 16 bits beside those that are updated, if there are some.
+    rounding: Option<Rounding>,
 }
 
 /// An optimizer that follows rule `R`.
@@ -145,6 +183,10 @@ pub(super) struct Engine<R: Rule> {
     replayed: Option<Replayed>,
     /// Counts how often steps took to other tensors.
     memory: u64,
+    /// What is on the host for a while.
+    offloaded: Offloaded,
+    /// Parameters whose gradients are on the host, and where these are to be.
+    grads_away: Vec<(Parameter, tch::Device)>,
 }
 
 impl<R: Rule> Engine<R> {
@@ -156,29 +198,44 @@ impl<R: Rule> Engine<R> {
             for ((fqn, param), unit) in group.by_unit() {
                 let kind = (unit, param.kind(), param.device());
                 let state = (0..=R::STATE.len()).map(|_| None).collect();
-                let slot = Slot { fqn: fqn.clone(), param: param.clone(), state, version: 0 };
+                let is_half = matches!(param.kind(), Kind::BFloat16 | Kind::Half);
+                let has_float32_states = is_half && (master_weights || group.float32_states);
+                let (fqn, param) = (fqn.clone(), param.clone());
+                let slot = Slot { fqn, param, state, version: 0, has_float32_states };
                 match alike.iter_mut().find(|(other, _)| *other == kind) {
                     Some((_, slots)) => slots.push(slot),
                     None => alike.push((kind, vec![slot])),
                 }
             }
-            for ((unit, dtype, _), members) in alike {
+            for ((unit, ..), members) in alike {
                 let gradients = Gradients::of(members.iter().map(|slot| slot.param.leaf()))?;
-                let has_masters = master_weights && matches!(dtype, Kind::BFloat16 | Kind::Half);
-                buckets.push(Bucket { group: index, unit, members, gradients, has_masters, cached: None });
+                let has_masters = members.first().is_some_and(|slot| slot.has_float32_states);
+                let keeps_masters = master_weights && has_masters;
+                buckets.push(Bucket {
+                    group: index,
+                    unit,
+                    members,
+                    gradients,
+                    has_masters,
+                    keeps_masters,
+                    may_be_in_place: has_masters && !keeps_masters && !rule.limits_updates(group),
+                    is_in_place: false,
+                    cached: None,
+                });
             }
         }
         buckets.sort_by_key(|bucket| bucket.unit);
-        Ok(Self { rule, groups, buckets, replayed: None, memory: 0 })
+        let (offloaded, grads_away) = (Offloaded::default(), Vec::new());
+        Ok(Self { rule, groups, buckets, replayed: None, memory: 0, offloaded, grads_away })
     }
 
-    /// Members that have master copies, or are to have some.
+    /// Members that keep master copies, or are to have some.
     fn with_masters(&self) -> impl Iterator<Item = &Slot> {
-        self.buckets.iter().filter(|bucket| bucket.has_masters).flat_map(|bucket| &bucket.members)
+        self.buckets.iter().filter(|bucket| bucket.keeps_masters).flat_map(|bucket| &bucket.members)
     }
 
     fn with_masters_mut(&mut self) -> impl Iterator<Item = &mut Slot> {
-        self.buckets.iter_mut().filter(|bucket| bucket.has_masters).flat_map(|bucket| &mut bucket.members)
+        self.buckets.iter_mut().filter(|bucket| bucket.keeps_masters).flat_map(|bucket| &mut bucket.members)
     }
 
     fn take_changes(&mut self) -> Result<()> {
@@ -258,7 +315,7 @@ impl<R: Rule> Engine<R> {
         let is_unused = |(name, _): &mut (String, Tensor)| {
             let place =
                 name.split_once('.').filter(|(kind, _)| *kind == MASTER).and_then(|(_, fqn)| places.get(fqn));
-            place.is_some_and(|(bucket, _)| !self.buckets[*bucket].has_masters)
+            place.is_some_and(|(bucket, _)| !self.buckets[*bucket].keeps_masters)
         };
         let unused = state.tensors.extract_if(.., is_unused).count();
         if unused > 0 {
@@ -284,7 +341,7 @@ impl<R: Rule> Engine<R> {
             let target = name.split_once('.').and_then(|(kind, fqn)| {
                 let (bucket, member) = *places.get(fqn)?;
                 let index = match R::STATE.iter().position(|name| *name == kind) {
-                    None if kind == MASTER && self.buckets[bucket].has_masters => {
+                    None if kind == MASTER && self.buckets[bucket].keeps_masters => {
                         return Some((bucket, member, R::STATE.len()));
                     }
                     index => index?,
@@ -317,7 +374,7 @@ impl<R: Rule> Engine<R> {
         for ((bucket, member), found) in given {
             let bucket = &self.buckets[bucket];
             let mut required = saved.get(bucket.group).map(R::required).unwrap_or_default();
-            if bucket.has_masters && has_masters {
+            if bucket.keeps_masters && has_masters {
                 required.push(R::STATE.len());
             }
             for index in required.into_iter().filter(|index| !found.contains(index)) {
@@ -330,6 +387,17 @@ impl<R: Rule> Engine<R> {
 
 fn state_name<R: Rule>(index: usize) -> &'static str {
     R::STATE.get(index).copied().unwrap_or(MASTER)
+}
+
+/// Adds the states of the members of a bucket, by name.
+fn add_states<R: Rule>(bucket: &Bucket<R::Lists>, tensors: &mut Vec<(String, Tensor)>) {
+    for slot in &bucket.members {
+        for (index, tensor) in slot.state.iter().enumerate() {
+            if let Some(tensor) = tensor {
+                tensors.push((format!("{}.{}", state_name::<R>(index), slot.fqn), tensor.shallow_clone()));
+            }
+        }
+    }
 }
 
 fn describe(tensor: &Tensor) -> String {
@@ -388,7 +456,7 @@ fn find_gradients<R: Rule>(
             return Err(OptimError::FirstStepCaptured { optimizer: rule.name() }.into());
         }
         let _unrecorded = RecordingPause::begin(); // captured, each replay would make the state again
-        let rounding = if bucket.has_masters { Some(master_lists(bucket, &active)?) } else { None };
+        let rounding = rounding(group, bucket, &active)?;
         let lists = rule.lists(group, &mut bucket.members, &active)?;
         bucket.cached = Some(CachedLists { status, lists, rounding });
     }
@@ -402,38 +470,80 @@ fn step_bucket<R: Rule>(
     rate: Rate<'_>,
     bucket: &mut Bucket<R::Lists>,
 ) -> Result<bool> {
-    let Some(is_new) = find_gradients(rule, group, bucket)? else { return Ok(false) };
-    let Some(CachedLists { lists, rounding, .. }) = &mut bucket.cached else { return Ok(is_new) };
-    let grads = bucket.gradients.collected();
-    if rounding.is_some() {
-        grads.to_float()?;
+    let is_in_place = bucket.may_be_in_place && !ffi::is_recording();
+    if bucket.is_in_place != is_in_place {
+        (bucket.is_in_place, bucket.cached) = (is_in_place, None);
     }
-    rule.update(group, rate, lists, grads)?;
-    if let Some((params, masters)) = rounding {
-        params.copy_from(masters)?;
+    // should the kernel decline, states that were made for it are not there
+    let absent: Vec<Vec<bool>> = match is_in_place {
+        true => bucket.members.iter().map(|slot| slot.state.iter().map(Option::is_none).collect()).collect(),
+        false => Vec::new(),
+    };
+    let Some(is_new) = find_gradients(rule, group, bucket)? else { return Ok(false) };
+    let updates_float32 = bucket.updates_float32();
+    let Some(CachedLists { lists, rounding, .. }) = &mut bucket.cached else { return Ok(is_new) };
+    let needs_kernel = !R::HAS_OPERATOR || rounding.is_some() || is_in_place || bucket.gradients.are_narrow();
+    let is_exact = R::IS_EXACT_IN_ONE_PASS || bucket.has_masters; // ranks' parts get the bits of whole parameters
+    let may = updates_float32 && is_exact && !ffi::is_recording(); // what is recorded are libtorch's operators
+    let grads = bucket.gradients.collected();
+    let rounded = rounding.as_ref().map(Rounding::all);
+    if !(may && needs_kernel && rule.update_in_one_pass(group, lists, grads, rounded)?) {
+        if is_in_place {
+            for (slot, absent) in bucket.members.iter_mut().zip(absent) {
+                let made = slot.state.iter_mut().zip(absent).filter(|(_, was_absent)| *was_absent);
+                made.for_each(|(state, _)| *state = None);
+            }
+            bucket.may_be_in_place = false;
+            return step_bucket(rule, group, rate, bucket);
+        }
+        if updates_float32 {
+            grads.to_float()?;
+        }
+        rule.update(group, rate, lists, grads)?;
+        if let Some(rounding) = rounding {
+            rounding.write()?;
+        }
+    }
+    if bucket.has_masters {
         bucket.members.iter_mut().try_for_each(Slot::note_weight)?;
+    }
+    if bucket.has_masters && !bucket.keeps_masters && !is_in_place {
+        rule.show_gradients(lists)?;
+        bucket.cached = None;
+        bucket.members.iter_mut().filter_map(|slot| slot.state.last_mut()).for_each(|copy| *copy = None);
     }
     Ok(is_new)
 }
 
-/// The parameters that are updated, and their master copies, which are made if they are missing.
-fn master_lists<L>(bucket: &mut Bucket<L>, active: &[usize]) -> Result<(TensorList, TensorList)> {
+/// What is rounded from the weights that are updated: parameters from their master copies, which are made if they are missing, or what
+/// the strategy asks for.
+fn rounding<L>(group: &ParamGroup, bucket: &mut Bucket<L>, active: &[usize]) -> Result<Option<Rounding>> {
     let _no_grad = tch::no_grad_guard();
-    let mut masters = Vec::with_capacity(active.len());
-    for index in active {
+    let uses_masters = bucket.has_masters && !bucket.is_in_place;
+    for index in active.iter().filter(|_| uses_masters) {
         let Slot { param, state, .. } = &mut bucket.members[*index];
-        let Some(master) = state.last_mut() else { continue };
-        if master.is_none() {
+        if let Some(master @ None) = state.last_mut() {
             *master = Some(param.f_to_dtype(Kind::Float, false, true)?);
         }
-        masters.extend(master.as_ref().map(Tensor::shallow_clone));
     }
-    Ok((bucket.gradients.params().select(active)?, TensorList::new(&masters)?))
+    Rounding::of(active.iter().map(|index| {
+        let slot = &bucket.members[*index];
+        let target = match (uses_masters, bucket.is_in_place) {
+            (true, _) => Some(slot.param.leaf().shallow_clone()),
+            (_, true) => None,
+            _ => group.rounded(&slot.param),
+        };
+        (slot.fqn.as_str(), slot.weights(), target)
+    }))
 }
 
 impl<R: Rule> Optimizer for Engine<R> {
     fn name(&self) -> &'static str {
         self.rule.name()
+    }
+
+    fn takes_narrow_grads(&self) -> bool {
+        true
     }
 
     fn step(&mut self) -> Result<()> {
@@ -444,7 +554,44 @@ impl<R: Rule> Optimizer for Engine<R> {
         self.buckets.last().map_or(1, |bucket| bucket.unit + 1)
     }
 
+    fn offload_states(&mut self, states: &OffloadStates) -> Result<()> {
+        if self.replayed.is_some() {
+            let what = format!("a step of {} is captured in a graph, which works on its states", self.name());
+            return Err(ConfigError::new("offload_states", what, "leave the graph out").into());
+        }
+        self.take_changes()?;
+        let (offloaded, pins) = (&mut self.offloaded, states.pin_memory);
+        for slot in self.buckets.iter().flat_map(|bucket| &bucket.members) {
+            for (index, state) in slot.state.iter().enumerate().filter(|(index, _)| !R::is_count(*index)) {
+                let is_master = index == R::STATE.len();
+                let kind = if is_master { OffloadState::HpParams } else { OffloadState::OptimStates };
+                let state = state.iter().filter(|_| states.includes(kind));
+                state.into_iter().try_for_each(|state| offloaded.offload(kind, state, pins))?;
+            }
+            let leaf = slot.param.leaf();
+            let grad = leaf.grad();
+            if states.includes(OffloadState::LpGrads) && grad.defined() && grad.device() != tch::Device::Cpu {
+                self.grads_away.push((slot.param.clone(), grad.device()));
+                move_grad(leaf, tch::Device::Cpu, pins)?;
+            }
+            if states.includes(OffloadState::LpParams) {
+                offloaded.offload(OffloadState::LpParams, leaf, pins)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn reload_states(&mut self, states: &[OffloadState]) -> Result<()> {
+        self.offloaded.reload(states)?;
+        if !states.contains(&OffloadState::LpGrads) {
+            return Ok(());
+        }
+        let mut grads = self.grads_away.drain(..);
+        grads.try_for_each(|(param, device)| move_grad(param.leaf(), device, false))
+    }
+
     fn step_unit(&mut self, unit: usize) -> Result<()> {
+        self.reload_states(&OffloadState::ALL)?;
         let first = self.buckets.partition_point(|bucket| bucket.unit < unit);
         let end = self.buckets.partition_point(|bucket| bucket.unit <= unit);
         for index in first..end {
@@ -472,6 +619,9 @@ impl<R: Rule> Optimizer for Engine<R> {
     }
 
     fn prepare_replay(&mut self) -> Result<Option<u64>> {
+        if self.buckets.iter().any(|bucket| bucket.has_masters && !bucket.keeps_masters) {
+            return Ok(None); // each step makes tensors
+        }
         self.take_changes()?; // a replay does not count as writing to a weight
         let replayed = match &mut self.replayed {
             Some(replayed) => replayed,
@@ -534,6 +684,7 @@ impl<R: Rule> Optimizer for Engine<R> {
     }
 
     fn set_master_weights(&mut self, values: &[(String, Tensor)]) -> Result<()> {
+        self.reload_states(&OffloadState::ALL)?; // it makes those that are missing
         let _no_grad = tch::no_grad_guard();
         let values: HashMap<&str, &Tensor> =
             values.iter().map(|(fqn, values)| (fqn.as_str(), values)).collect();
@@ -561,15 +712,15 @@ impl<R: Rule> Optimizer for Engine<R> {
                 tracing::warn!("what was written to {} is not in its master copy: {error}", slot.fqn);
             }
         }
-        for slot in self.buckets.iter().flat_map(|bucket| &bucket.members) {
-            for (index, tensor) in slot.state.iter().enumerate() {
-                if let Some(tensor) = tensor {
-                    let name = format!("{}.{}", state_name::<R>(index), slot.fqn);
-                    tensors.push((name, tensor.shallow_clone()));
-                }
-            }
-        }
+        self.buckets.iter().for_each(|bucket| add_states::<R>(bucket, &mut tensors));
         OptimizerState { tensors, groups: self.groups.iter().map(ParamGroup::save).collect() }
+    }
+
+    fn unit_state(&self, unit: usize) -> Vec<(String, Tensor)> {
+        let mut tensors = Vec::new();
+        let of_unit = self.buckets.iter().filter(|bucket| bucket.unit == unit);
+        of_unit.for_each(|bucket| add_states::<R>(bucket, &mut tensors));
+        tensors
     }
 
     fn load_state_dict(&mut self, state: OptimizerState) -> Result<()> {
@@ -584,6 +735,7 @@ impl<R: Rule> Optimizer for Engine<R> {
 impl<R: Rule> Engine<R> {
     /// Replaces state and hyper-parameters; with `takes` tensors that fit are not copied.
     fn load(&mut self, mut state: OptimizerState, takes: bool) -> Result<()> {
+        self.reload_states(&OffloadState::ALL)?;
         self.without_unused_masters(&mut state);
         let mut problems = Vec::new();
         let saved = self.check_groups(&state.groups, &mut problems);
@@ -600,7 +752,7 @@ impl<R: Rule> Engine<R> {
             .into());
         }
         let mut of_halves =
-            targets.iter().filter(|(bucket, ..)| self.buckets[*bucket].has_masters).peekable();
+            targets.iter().filter(|(bucket, ..)| self.buckets[*bucket].keeps_masters).peekable();
         if of_halves.peek().is_some() && of_halves.all(|(.., index)| *index != R::STATE.len()) {
             tracing::info!(
                 "the state has no float32 master weights: {} begins with the weights of 16 bits",

@@ -8,7 +8,7 @@ use super::param_group::{GroupOptions, ParamGroup, SavedGroup};
 use super::replay::Rate;
 use super::settings::Settings;
 use crate::error::Result;
-use crate::ffi::TensorList;
+use crate::ffi::{StepLists, StepRule, TensorList};
 
 /// How one parameter is updated, for the settings of an optimizer.
 pub(super) trait Formula: Settings + Send {
@@ -26,6 +26,14 @@ pub(super) trait Formula: Settings + Send {
     /// What a state tensor holds at first.
     fn initial(&self, _index: usize) -> f64 {
         0.0
+    }
+
+    /// Whether a kernel's results are the same bits. One that rounds otherwise serves where the weights are rounded to 16 bits anyway.
+    const IS_EXACT_IN_ONE_PASS: bool = true;
+
+    /// The same for a kernel, if there is one.
+    fn step_rule(_group: &ParamGroup) -> Option<StepRule> {
+        None
     }
 
     /// Updates `weights` by `grad`, to which the direction is applied already; `state` is in the order of
@@ -61,6 +69,9 @@ pub(super) struct FormulaLists {
     options: GroupOptions,
     /// Parameters, which have the gradients, and what is updated.
     entries: Vec<Entry>,
+    /// For a kernel: all weights, and their states but for counts.
+    weights: TensorList,
+    states: Vec<TensorList>,
 }
 
 struct Entry {
@@ -72,6 +83,8 @@ struct Entry {
 impl<F: Formula> Rule for FormulaRule<F> {
     const STATE: &'static [&'static str] = F::STATE;
     type Lists = FormulaLists;
+    const HAS_OPERATOR: bool = false;
+    const IS_EXACT_IN_ONE_PASS: bool = F::IS_EXACT_IN_ONE_PASS;
 
     fn name(&self) -> &'static str {
         F::NAME
@@ -88,10 +101,7 @@ impl<F: Formula> Rule for FormulaRule<F> {
                     None if Self::is_count(index) => {
                         Tensor::f_zeros([0; 0], (Kind::Float, slot.param.device()))?
                     }
-                    None => {
-                        let weights = slot.weights().detach();
-                        weights.f_full_like(self.0.initial(index))?
-                    }
+                    None => slot.new_state(self.0.initial(index))?,
                 };
                 slot.state[index] = Some(tensor.shallow_clone());
                 state.push(tensor);
@@ -100,7 +110,12 @@ impl<F: Formula> Rule for FormulaRule<F> {
             let weights = slot.weights().shallow_clone(); // the same tensor, whose memory may be changed
             entries.push(Entry { leaf, weights, state });
         }
-        Ok(FormulaLists { options: group.options, entries })
+        let weights = TensorList::new(entries.iter().map(|entry| &entry.weights))?;
+        let kept = (0..F::STATE.len()).filter(|index| F::needs(group.options, *index));
+        let of_all = kept.enumerate().filter(|(_, index)| !Self::is_count(*index));
+        let of_all = of_all.map(|(kept, _)| TensorList::new(entries.iter().map(|entry| &entry.state[kept])));
+        let states = of_all.collect::<Result<_, _>>()?;
+        Ok(FormulaLists { options: group.options, entries, weights, states })
     }
 
     fn fits(&self, group: &ParamGroup, lists: &FormulaLists) -> bool {
@@ -122,6 +137,26 @@ impl<F: Formula> Rule for FormulaRule<F> {
         }
         grads.clear();
         Ok(())
+    }
+
+    fn update_in_one_pass(
+        &self,
+        group: &ParamGroup,
+        lists: &mut FormulaLists,
+        grads: &mut TensorList,
+        rounded: Option<&TensorList>,
+    ) -> Result<bool> {
+        let Some(rule) = F::step_rule(group) else { return Ok(false) };
+        let states: Vec<&TensorList> = lists.states.iter().collect();
+        let step = StepLists { params: &lists.weights, states: &states, rounded };
+        let count = F::STATE.iter().position(|name| *name == "step");
+        let steps = lists.entries.iter().filter_map(|entry| entry.state.get(count?));
+        let counts = steps.clone().map(|step| Ok(step.f_double_value(&[])?)).collect::<Result<Vec<f64>>>()?;
+        let is_done = step.step(grads, &rule, count.map(|_| counts.as_slice()))?;
+        if is_done {
+            steps.map(Tensor::shallow_clone).try_for_each(|mut step| step.f_add_scalar_(1.0).map(drop))?;
+        }
+        Ok(is_done)
     }
 
     fn required(group: &SavedGroup) -> Vec<usize> {

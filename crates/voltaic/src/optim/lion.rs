@@ -10,6 +10,7 @@ use super::problems::Problems;
 use super::replay::Rate;
 use super::settings::optimizer;
 use crate::error::Result;
+use crate::ffi::{StepKind, StepRule};
 
 /// Lion (arXiv:2302.06675), as DeepSpeed's.
 ///
@@ -30,6 +31,14 @@ formula_optimizer!(Lion);
 
 impl Formula for Lion {
     const STATE: &'static [&'static str] = &["exp_avg"];
+
+    fn step_rule(group: &ParamGroup) -> Option<StepRule> {
+        let GroupOptions::Lion { betas } = group.options else { return None };
+        Some(StepRule {
+            betas,
+            ..StepRule::new(StepKind::Lion, group.lr, group.weight_decay, group.maximize)
+        })
+    }
 
     fn update(
         group: &ParamGroup,

@@ -1,9 +1,9 @@
 //! Optimizers, gradient clipping and learning rate schedules, with PyTorch's numbers, names and defaults.
 //!
 //! An optimizer is configured by a plain struct ([`Sgd`], [`Adam`], [`AdamW`]) and built over groups of parameters;
-//! its state is a list of named tensors, which is what checkpoints and sharding need. Updates run in libtorch's
-//! fused kernels, one call per group, dtype and device. Absent on purpose: closures that evaluate the loss again
-//! (L-BFGS), sparse and complex gradients.
+//! its state is a list of named tensors, which is what checkpoints and sharding need. Updates run in
+//! voltaic's kernel on the CPU and in libtorch's fused kernels elsewhere, one call per group, dtype and device. Absent
+//! on purpose: closures that evaluate the loss again (L-BFGS), sparse and complex gradients.
 
 mod adam;
 mod adaptive;
@@ -18,11 +18,13 @@ mod muon;
 mod muon_aux;
 mod muon_rule;
 mod newton_schulz;
+mod offload_states;
 mod optimizer;
 mod optimizers;
 mod param_group;
 mod problems;
 mod replay;
+mod rounding;
 mod settings;
 mod sgd;
 mod values;
@@ -44,6 +46,8 @@ pub use lr_scheduler::{
 };
 pub use muon::Muon;
 pub use muon_aux::MuonWithAuxAdam;
+pub use offload_states::{OffloadState, OffloadStates};
+pub(crate) use offload_states::{move_grad, moved, take_place};
 pub use optimizer::{BuildOptimizer, Optimizer, OptimizerState};
 pub use optimizers::{
     ActiveLrScheduler, ConfiguredLrScheduler, ConfiguredOptimizer, Interval, LrSchedulerSpec, Optimizers,

@@ -183,6 +183,7 @@ impl Rule for MuonRule {
     const STATE: &'static [&'static str] =
         &["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step", "momentum_buffer"];
     type Lists = MuonLists;
+    const HAS_OPERATOR: bool = true;
 
     fn name(&self) -> &'static str {
         self.name
@@ -197,7 +198,7 @@ impl Rule for MuonRule {
             let slot = &mut members[*member];
             let buffer = match &slot.state[MOMENTUM] {
                 Some(buffer) => buffer.shallow_clone(),
-                None => slot.weights().detach().f_zeros_like()?,
+                None => slot.new_state(0.0)?,
             };
             slot.state[MOMENTUM] = Some(buffer.shallow_clone());
             let shape = self.whole.as_ref().and_then(|whole| whole.shape(&slot.param));
@@ -232,6 +233,19 @@ impl Rule for MuonRule {
         matrices.iter_mut().try_for_each(|matrix| self.step(group, &rate, matrix))
     }
 
+    fn update_in_one_pass(
+        &self,
+        group: &ParamGroup,
+        lists: &mut MuonLists,
+        grads: &mut TensorList,
+        rounded: Option<&TensorList>,
+    ) -> Result<bool> {
+        match lists {
+            MuonLists::Adam(lists) => self.adam.update_in_one_pass(group, lists, grads, rounded),
+            MuonLists::Matrices(_) => Ok(false),
+        }
+    }
+
     fn limits_updates(&self, group: &ParamGroup) -> bool {
         matches!(group.options, GroupOptions::MuonWithAuxAdam { .. })
     }
@@ -244,7 +258,8 @@ impl Rule for MuonRule {
                 let own = directed(group, &grad, &matrix.weights)?;
                 let mut buffer = matrix.buffer.copy();
                 mix(&mut buffer, &own, momentum_of(group.options).0)?;
-                let update = self.update_of(group, matrix, &own, &buffer)?.f_to_kind(grad.kind())?;
+                let dtype = matrix.param.kind();
+                let update = self.update_of(group, matrix, &own, &buffer)?.f_to_kind(dtype)?;
                 ffi::set_grad(matrix.param.leaf(), &update)?;
                 matrix.hidden = Some(Hidden { grad, update });
             }

@@ -4,6 +4,7 @@ use serde_json::Value;
 use tch::Tensor;
 
 use super::clip::{GradientClip, grad_norm};
+use super::offload_states::{OffloadState, OffloadStates};
 use super::param_group::{ParamGroup, ParamGroupSpec};
 use super::values::{ParamValue, Whole, shape_problem};
 use crate::error::{ConfigError, Result};
@@ -18,7 +19,8 @@ pub trait Optimizer: Send {
     ///
     /// # Errors
     /// [`OptimError::Gradient`](crate::error::OptimError::Gradient) if a gradient is sparse, or not of its
-    /// parameter's dtype, shape and device. Parameters of units and groups before the failing one are updated then.
+    /// parameter's dtype, shape and device; `bfloat16` and `float16` are allowed for a parameter of `float32`. Parameters of units
+    /// and groups before the failing one are updated then.
     fn step(&mut self) -> Result<()>;
 
     /// In how many units [`Optimizer::step_unit`] updates the parameters. The strategy that shards parameters numbers them
@@ -64,6 +66,33 @@ pub trait Optimizer: Send {
     /// The groups, so that hyper-parameters can be changed between steps.
     fn param_groups_mut(&mut self) -> &mut [ParamGroup];
 
+    /// Whether steps, clipping and norms take gradients of bfloat16 and float16 for parameters of float32, computing in float32. A
+    /// strategy that keeps weights of float32 beside those of 16 bits then leaves gradients as they are. False for an optimizer that
+    /// does not say so.
+    fn takes_narrow_grads(&self) -> bool {
+        false
+    }
+
+    /// Moves states to memory of the host, where they stay until [`Optimizer::reload_states`], or until a step needs them. Who reads
+    /// them meanwhile, such as a checkpoint, reads them there. DeepSpeed's `offload_states`; in hooks, see
+    /// [`HookContext::offload_states`](crate::module::HookContext::offload_states).
+    ///
+    /// # Errors
+    /// [`ConfigError`] if the optimizer cannot (the default), or if a step of it is captured in a graph; if host memory is short.
+    fn offload_states(&mut self, _states: &OffloadStates) -> Result<()> {
+        let what = format!("{} does not offload its states", self.name());
+        let remedy = "implement Optimizer::offload_states and reload_states, or use an optimizer of voltaic";
+        Err(ConfigError::new("optimizer", what, remedy).into())
+    }
+
+    /// Moves these states back to their device, if they are on the host. The trainer calls it before a batch that needs them.
+    ///
+    /// # Errors
+    /// If the memory of the device is short.
+    fn reload_states(&mut self, _states: &[OffloadState]) -> Result<()> {
+        Ok(())
+    }
+
     /// Multiplies the gradients by `inverse`, which takes the factor of a [`GradScaler`](crate::precision::GradScaler) out
     /// of them, and says whether all are finite, on all ranks.
     ///
@@ -106,6 +135,11 @@ pub trait Optimizer: Send {
 
     /// The state as named tensors, which share storage with the optimizer until its next step: copy what must last.
     fn state_dict(&self) -> OptimizerState;
+
+    /// The tensors of [`Optimizer::state_dict`] of the parameters that [`Optimizer::step_unit`] updates.
+    fn unit_state(&self, unit: usize) -> Vec<(String, Tensor)> {
+        if unit == 0 { self.state_dict().tensors } else { Vec::new() }
+    }
 
     /// Replaces state and hyper-parameters by saved ones; training then continues bit for bit as it would have.
     ///

@@ -26,6 +26,7 @@ use crate::nn::{Module, ModuleExt, Parameter};
 pub struct Optimizers {
     specs: Vec<OptimizerSpec>,
     lr: Option<f64>,
+    float32_states: bool,
 }
 
 struct OptimizerSpec {
@@ -173,7 +174,7 @@ impl Optimizers {
     /// One optimizer over all parameters of the module that require grad.
     pub fn new(optimizer: impl BuildOptimizer + 'static) -> Self {
         let spec = OptimizerSpec { optimizer: Box::new(optimizer), groups: None, scheduler: None };
-        Self { specs: vec![spec], lr: None }
+        Self { specs: vec![spec], lr: None, float32_states: false }
     }
 
     /// No optimizer: nothing is trained.
@@ -210,6 +211,13 @@ impl Optimizers {
     #[must_use]
     pub fn with_lr(mut self, lr: f64) -> Self {
         self.lr = Some(lr);
+        self
+    }
+
+    /// [`ParamGroupSpec::float32_states`] for all groups.
+    #[must_use]
+    pub fn with_float32_states(mut self) -> Self {
+        self.float32_states = true;
         self
     }
 
@@ -252,6 +260,12 @@ impl Optimizers {
         specs.filter(|optimizer| optimizer.needs_whole_parameters()).map(|optimizer| optimizer.name())
     }
 
+    /// Names of optimizers that update an element by others of its parameter, too.
+    pub(crate) fn looks_at_whole_parameters(&self) -> impl Iterator<Item = &'static str> {
+        let specs = self.specs.iter().map(|spec| &spec.optimizer);
+        specs.filter(|optimizer| !optimizer.is_elementwise()).map(|optimizer| optimizer.name())
+    }
+
     /// The parameters that each optimizer changes, with their fqn.
     pub fn parameters(&self, module: &dyn Module) -> Vec<Vec<(String, Parameter)>> {
         let of = |spec: &OptimizerSpec| match &spec.groups {
@@ -289,7 +303,10 @@ impl Optimizers {
             for (_, parameter) in groups.iter_mut().flat_map(|group| &mut group.params) {
                 *parameter = in_place_of(parameter);
             }
-            groups.iter_mut().for_each(|group| group.whole.clone_from(&whole));
+            for group in &mut groups {
+                group.whole.clone_from(&whole);
+                group.float32_states |= self.float32_states;
+            }
             let mut optimizer = optimizer.build(groups)?;
             if let Some(lr) = self.lr {
                 optimizer.param_groups_mut().iter_mut().for_each(|group| group.lr = lr);

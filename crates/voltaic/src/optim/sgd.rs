@@ -12,7 +12,7 @@ use super::replay::Rate;
 use super::settings::{Settings, optimizer};
 use crate::device::Device;
 use crate::error::Result;
-use crate::ffi::{self, LearningRate, RecordingPause, SgdOptions, TensorList};
+use crate::ffi::{self, LearningRate, RecordingPause, SgdOptions, StepKind, StepLists, StepRule, TensorList};
 
 /// Stochastic gradient descent, with momentum if wanted; as `torch.optim.SGD`.
 ///
@@ -79,7 +79,7 @@ struct SgdLists {
     /// Entries whose buffer holds nothing yet, and the others.
     first: Vec<usize>,
     later: Vec<usize>,
-    /// They have 16 bits, and are not on CUDA.
+    /// The parameters have 16 bits, and are not on CUDA.
     is_narrow: bool,
 }
 
@@ -120,7 +120,8 @@ impl SgdRule {
         Ok(())
     }
 
-    /// One step of the kernel. That for the CPU reads momentum of 16 bits as if it had 32, past its end: it is given float32.
+    /// One step of the kernel. That of libtorch for the CPU is given float32: it reads momentum of 16 bits as if it had 32, past its end,
+    /// and subtracts something else than the gradient where there is no momentum.
     fn step(
         options: &SgdOptions<'_>,
         params: &TensorList,
@@ -129,19 +130,23 @@ impl SgdRule {
         is_first_step: bool,
         is_narrow: bool,
     ) -> Result<()> {
-        let Some(buffers) = buffers.filter(|_| is_narrow) else {
+        if !is_narrow {
             return Ok(options.step(params, grads, buffers, is_first_step)?);
-        };
+        }
         let wide = |list: &TensorList| -> Result<TensorList> {
             let mut copies = list.copies()?;
             copies.to_float()?;
             Ok(copies)
         };
-        let (wide_params, mut wide_grads, wide_buffers) = (wide(params)?, wide(grads)?, wide(buffers)?);
+        let (wide_params, mut wide_grads) = (wide(params)?, wide(grads)?);
+        let wide_buffers = buffers.map(wide).transpose()?;
         grads.clear();
-        options.step(&wide_params, &mut wide_grads, Some(&wide_buffers), is_first_step)?;
+        options.step(&wide_params, &mut wide_grads, wide_buffers.as_ref(), is_first_step)?;
         params.copy_from(&wide_params)?;
-        Ok(buffers.copy_from(&wide_buffers)?)
+        match buffers.zip(wide_buffers.as_ref()) {
+            Some((buffers, wide)) => Ok(buffers.copy_from(wide)?),
+            None => Ok(()),
+        }
     }
 
     /// A first step, which fills buffers, while it is captured: replays are later steps, which read them. So a later
@@ -162,6 +167,7 @@ impl SgdRule {
 impl Rule for SgdRule {
     const STATE: &'static [&'static str] = &["momentum_buffer"];
     type Lists = SgdLists;
+    const HAS_OPERATOR: bool = true;
 
     fn name(&self) -> &'static str {
         Sgd::NAME
@@ -169,9 +175,14 @@ impl Rule for SgdRule {
 
     fn lists(&self, group: &ParamGroup, members: &mut [Slot], active: &[usize]) -> Result<SgdLists> {
         let params = TensorList::new(active.iter().map(|index| members[*index].weights()))?;
+        let is_narrow = active.first().is_some_and(|index| {
+            let weights = members[*index].weights();
+            matches!(weights.kind(), Kind::BFloat16 | Kind::Half)
+                && !matches!(Device::of(weights), Ok(Device::Cuda(_)))
+        });
         if group.momentum() == 0.0 {
             let (first, later) = (Vec::new(), Vec::new());
-            return Ok(SgdLists { params, buffers: None, first, later, is_narrow: false });
+            return Ok(SgdLists { params, buffers: None, first, later, is_narrow });
         }
         let (mut first, mut later, mut buffers) = (Vec::new(), Vec::new(), Vec::new());
         for (entry, index) in active.iter().enumerate() {
@@ -183,16 +194,12 @@ impl Rule for SgdRule {
                 }
                 None => {
                     first.push(entry);
-                    slot.weights().detach().f_zeros_like()?
+                    slot.new_state(0.0)?
                 }
             };
             slot.state[0] = Some(buffer.shallow_clone());
             buffers.push(buffer);
         }
-        let is_narrow = buffers.first().is_some_and(|buffer| {
-            matches!(buffer.kind(), Kind::BFloat16 | Kind::Half)
-                && !matches!(Device::of(buffer), Ok(Device::Cuda(_)))
-        });
         Ok(SgdLists { params, buffers: Some(TensorList::new(&buffers)?), first, later, is_narrow })
     }
 
@@ -212,6 +219,33 @@ impl Rule for SgdRule {
             return Self::record_first(&options, lists, grads);
         }
         Self::update_now(&options, lists, grads)
+    }
+
+    fn update_in_one_pass(
+        &self,
+        group: &ParamGroup,
+        lists: &mut SgdLists,
+        grads: &mut TensorList,
+        rounded: Option<&TensorList>,
+    ) -> Result<bool> {
+        if !lists.first.is_empty() && !lists.later.is_empty() {
+            return Ok(false); // two kinds of step
+        }
+        let options = Self::options(group, LearningRate::Number(group.lr));
+        let rule = StepRule {
+            momentum: options.momentum,
+            dampening: options.dampening,
+            nesterov: options.nesterov,
+            is_first_step: !lists.first.is_empty(),
+            ..StepRule::new(StepKind::Sgd, group.lr, group.weight_decay, group.maximize)
+        };
+        let states: Vec<&TensorList> = lists.buffers.iter().collect();
+        let step = StepLists { params: &lists.params, states: &states, rounded };
+        let is_done = step.step(grads, &rule, None)?;
+        if is_done {
+            lists.first.clear();
+        }
+        Ok(is_done)
     }
 
     fn required(_: &SavedGroup) -> Vec<usize> {

@@ -136,7 +136,11 @@ impl<'a> Whole<'a> {
                 parameter.update(write)?;
                 self.state(fqn, MASTER).map_or(Ok(()), write)
             }
-            ParamValue::Gradient if parameter.grad().defined() => write(&parameter.grad()),
+            ParamValue::Gradient
+                if parameter.grad().defined() && parameter.grad().kind() == parameter.kind() =>
+            {
+                write(&parameter.grad())
+            }
             ParamValue::Gradient => {
                 let grad =
                     values.f_to_device(parameter.device())?.f_to_dtype(parameter.kind(), false, true)?;

@@ -23,6 +23,13 @@ pub trait WholeParameters: Debug + Send + Sync {
     /// the parameter has one, so that all ranks know when to gather.
     fn claim(&self, part: &Parameter);
 
+    /// A tensor of bfloat16 or float16 with as many elements as `part`, which is of float32, on its device: each update of `part` writes
+    /// the new weights there too, rounded to nearest even, as [`Tensor::copy_`] does. An optimizer asks when it updates a part for the
+    /// first time, and after its state was loaded. A part has none by default.
+    fn rounded(&self, _part: &Parameter) -> Option<Tensor> {
+        None
+    }
+
     /// A tensor like the parameter that `part` is a part of, from what each rank has of it: `values` on this one, with the
     /// elements of `part`. `None` on a rank that has no part.
     ///

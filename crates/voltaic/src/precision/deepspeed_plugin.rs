@@ -1,8 +1,15 @@
 //! `DeepSpeedPrecisionPlugin`: the precision of a run with DeepSpeed's strategy.
 
+use std::path::PathBuf;
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+
+use super::fp8::recipe::Recipe;
+use super::fp8::settings::{Fp8Settings, InferenceKeys};
+use super::precision::Precision;
+use crate::error::ConfigError;
 
 /// Precision of a run with a DeepSpeed strategy, in place of `trainer.precision`.
 ///
@@ -14,17 +21,68 @@ use serde_json::Value;
 pub struct DeepSpeedPrecisionPlugin {
     /// `32-true`, `bf16-mixed`, `bf16-true`, and the other values of `trainer.precision`.
     pub precision: Value,
+    /// With precision fp8: layers of the module compute in float8, if it has none that do.
+    pub replace_layers: bool,
+    /// With precision fp8: how scales come about; `DelayedScaling` with its defaults if it is null.
+    pub recipe: Option<Recipe>,
+    /// With `replace_layers`: modules whose layers stay as they are, by type, fqn, or a pattern of fqns with `*`.
+    pub exclude_layers: Vec<String>,
+    /// With `replace_layers`: layers with fewer weights stay as they are.
+    pub min_weights: i64,
+    /// With precision fp8: layers measure, or compute in float8 with scales of measurements, in validate, test and predict.
+    pub inference: bool,
+    /// With `inference`: false measures, true quantizes, a path or a mapping has the settings; null: `QUANT_CONFIG`, else true.
+    pub quant: Value,
+    /// With `inference`: the folder of the measurements; null: `HABANA_LOGS`, else the folder of the run.
+    pub fp8_data_path: Option<PathBuf>,
 }
 
 impl Default for DeepSpeedPrecisionPlugin {
     fn default() -> Self {
-        Self { precision: Value::from("32-true") }
+        Self {
+            precision: Value::from("32-true"),
+            replace_layers: false,
+            recipe: None,
+            exclude_layers: Vec::new(),
+            min_weights: 0,
+            inference: false,
+            quant: Value::Null,
+            fp8_data_path: None,
+        }
     }
 }
 
 impl DeepSpeedPrecisionPlugin {
     /// The plugin for a precision, such as `bf16-mixed`.
     pub fn new(precision: impl Into<Value>) -> Self {
-        Self { precision: precision.into() }
+        Self { precision: precision.into(), ..Self::default() }
+    }
+
+    /// What it says of float8; `None` with another precision.
+    ///
+    /// # Errors
+    /// If it has settings for float8 with another precision, or a recipe that is none.
+    pub fn fp8(&self, precision: Precision) -> Result<Option<Fp8Settings>, ConfigError> {
+        let own = Fp8Settings {
+            replace_layers: self.replace_layers,
+            exclude_layers: self.exclude_layers.clone(),
+            min_weights: self.min_weights,
+            ..Fp8Settings::default()
+        };
+        let is_fp8 = precision == Precision::Fp8;
+        let keys = InferenceKeys {
+            inference: self.inference,
+            quant: &self.quant,
+            fp8_data_path: self.fp8_data_path.as_deref(),
+        };
+        Fp8Settings::of_plugin("DeepSpeedPrecisionPlugin", is_fp8, self.recipe.as_ref(), own, &keys)
+    }
+
+    /// The plugin for inference, to measure (`false`) or to quantize (`true`, the path of a JSON file, or the settings):
+    /// `plugin.inference(false).convert_modules(&mut model)` is the original's
+    /// `plugin.convert_modules(model, inference=True, quant=False)`.
+    #[must_use = "it is another plugin"]
+    pub fn inference(&self, quant: impl Into<Value>) -> Self {
+        Self { inference: true, quant: quant.into(), ..self.clone() }
     }
 }

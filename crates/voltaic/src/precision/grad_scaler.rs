@@ -111,12 +111,27 @@ impl GradScaler {
     }
 }
 
-/// Multiplies the gradients of parameters by `inverse`, in place, and says whether all of them are finite.
+/// Multiplies the gradients of parameters by `inverse`, in place, and says whether all of them are finite. Those of 16 bits of parameters
+/// in float32 become float32, unless `inverse` is 1.
 pub(crate) fn unscale_grads<'a>(params: impl IntoIterator<Item = &'a Tensor>, inverse: f64) -> Result<bool> {
+    let params: Vec<&Tensor> = params.into_iter().collect();
+    if inverse != 1.0 {
+        ffi::TensorList::new(params.iter().copied())?.widen_grads()?;
+    }
     let grads = params.into_iter().map(Tensor::grad).filter(|grad| grad.defined() && grad.numel() > 0);
-    let grads: Vec<Tensor> = grads.collect();
+    let mut grads: Vec<Tensor> = grads.collect();
+    let mut are_finite = true;
+    while let Some(first) = grads.first() {
+        let like = (first.kind(), first.device()); // some may be offloaded
+        let alike: Vec<Tensor> = grads.extract_if(.., |grad| (grad.kind(), grad.device()) == like).collect();
+        are_finite &= unscale_alike(&alike, inverse)?;
+    }
+    Ok(are_finite)
+}
+
+fn unscale_alike(grads: &[Tensor], inverse: f64) -> Result<bool> {
     let Some(first) = grads.first() else { return Ok(true) };
-    let list = ffi::TensorList::new(&grads)?;
+    let list = ffi::TensorList::new(grads)?;
     if inverse != 1.0 {
         let inverse = Tensor::from(inverse).f_to_kind(Kind::Float)?.f_to_device(first.device())?;
         ffi::foreach_mul_tensor(&list, &inverse)?;

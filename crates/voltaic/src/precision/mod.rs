@@ -6,6 +6,7 @@
 mod autocast;
 mod cast_log;
 mod deepspeed_plugin;
+pub mod fp8;
 mod grad_scaler;
 mod loss_scale;
 mod loss_scaler;
@@ -14,6 +15,7 @@ mod op_lists;
 mod plugin;
 #[expect(clippy::module_inception, reason = "the enum of the folder")]
 mod precision;
+mod region;
 
 pub use crate::ffi::{Cast, observe_casts};
 pub use autocast::{
@@ -32,3 +34,4 @@ pub use plugin::{HpuPrecisionPlugin, OptLevel};
 
 pub(crate) use precision::{NO_FLOAT8, NO_FLOAT16, as_written, is_float8, is_hmp};
 pub use precision::{PRECISIONS, Precision};
+pub(crate) use region::PrecisionRegion;

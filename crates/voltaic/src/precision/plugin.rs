@@ -6,6 +6,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::fp8::recipe::Recipe;
+use super::fp8::settings::{Fp8Settings, InferenceKeys};
 use super::op_files::{OpFile, files_of_env};
 use super::op_lists::OpLists;
 use super::precision::{Precision, is_hmp};
@@ -47,10 +49,20 @@ pub struct HpuPrecisionPlugin {
     pub verbose: bool,
     /// Use the default list, with a warning, in place of a file that cannot be read.
     pub ignore_unreadable_files: bool,
-    /// Must be false: layers with float8 go with a precision that voltaic does not have.
+    /// With precision fp8: layers of the module compute in float8, if it has none that do.
     pub replace_layers: bool,
-    /// Must be null, for the same reason.
-    pub recipe: Option<Value>,
+    /// With precision fp8: how scales come about; `DelayedScaling` with its defaults if it is null.
+    pub recipe: Option<Recipe>,
+    /// With `replace_layers`: modules whose layers stay as they are, by type, fqn, or a pattern of fqns with `*`.
+    pub exclude_layers: Vec<String>,
+    /// With `replace_layers`: layers with fewer weights stay as they are.
+    pub min_weights: i64,
+    /// With precision fp8: layers measure, or compute in float8 with scales of measurements, in validate, test and predict.
+    pub inference: bool,
+    /// With `inference`: false measures, true quantizes, a path or a mapping has the settings; null: `QUANT_CONFIG`, else true.
+    pub quant: Value,
+    /// With `inference`: the folder of the measurements; null: `HABANA_LOGS`, else the folder of the run.
+    pub fp8_data_path: Option<PathBuf>,
 }
 
 impl Default for HpuPrecisionPlugin {
@@ -65,6 +77,11 @@ impl Default for HpuPrecisionPlugin {
             ignore_unreadable_files: false,
             replace_layers: false,
             recipe: None,
+            exclude_layers: Vec::new(),
+            min_weights: 0,
+            inference: false,
+            quant: Value::Null,
+            fp8_data_path: None,
         }
     }
 }
@@ -91,12 +108,7 @@ impl HpuPrecisionPlugin {
         }
         let precision = Precision::parse(&self.precision, accelerator)
             .map_err(|problem| ConfigError::at("HpuPrecisionPlugin.precision", problem))?;
-        for (key, is_set) in [("replace_layers", self.replace_layers), ("recipe", self.recipe.is_some())] {
-            if is_set {
-                let what = "is for float8, which is not a precision here".to_owned();
-                return Err(refuse(key, what, "leave it out").into());
-            }
-        }
+        self.fp8(precision)?;
         let has_files = self.bf16_file_path.is_some() || self.fp32_file_path.is_some();
         if precision.autocast_dtype().is_none() && (has_files || self.opt_level.is_some()) {
             let what = format!("{precision} casts no operators, and lists of them are given");
@@ -107,6 +119,34 @@ impl HpuPrecisionPlugin {
             return Err(refuse("opt_level", what, "leave it out, or use bf16-mixed").into());
         }
         Ok((precision, self.op_lists(precision)?))
+    }
+
+    /// What it says of float8; `None` with another precision.
+    ///
+    /// # Errors
+    /// If it has settings for float8 with another precision, or a recipe that is none.
+    pub fn fp8(&self, precision: Precision) -> Result<Option<Fp8Settings>, ConfigError> {
+        let own = Fp8Settings {
+            replace_layers: self.replace_layers,
+            exclude_layers: self.exclude_layers.clone(),
+            min_weights: self.min_weights,
+            ..Fp8Settings::default()
+        };
+        let is_fp8 = precision == Precision::Fp8;
+        let keys = InferenceKeys {
+            inference: self.inference,
+            quant: &self.quant,
+            fp8_data_path: self.fp8_data_path.as_deref(),
+        };
+        Fp8Settings::of_plugin("HpuPrecisionPlugin", is_fp8, self.recipe.as_ref(), own, &keys)
+    }
+
+    /// The plugin for inference, to measure (`false`) or to quantize (`true`, the path of a JSON file, or the settings):
+    /// `plugin.inference(false).convert_modules(&mut model)` is the original's
+    /// `plugin.convert_modules(model, inference=True, quant=False)`.
+    #[must_use = "it is another plugin"]
+    pub fn inference(&self, quant: impl Into<Value>) -> Self {
+        Self { inference: true, quant: quant.into(), ..self.clone() }
     }
 
     /// The lists of an HPU; none if they are the default ones.
@@ -238,7 +278,7 @@ mod tests {
                 "16-mixed with HMP",
             ),
             (HpuPrecisionPlugin { replace_layers: true, ..base() }, "hpu", "replace_layers: is for float8"),
-            (HpuPrecisionPlugin { recipe: Some("DelayedScaling".into()), ..base() }, "hpu", "recipe: is"),
+            (HpuPrecisionPlugin { recipe: Some(Recipe::default()), ..base() }, "hpu", "recipe: is"),
             (both, "hpu", "mm in both"),
             (
                 HpuPrecisionPlugin { fp32_file_path: Some("/nowhere.txt".into()), ..base() },

@@ -9,9 +9,9 @@ use crate::error::Problem;
 
 /// Values of `trainer.precision`.
 pub const PRECISIONS: &str =
-    "32-true, 16-mixed, bf16-mixed, 16-true, bf16-true, 64-true (also 32, 16, bf16, 64)";
+    "32-true, 16-mixed, bf16-mixed, 16-true, bf16-true, 64-true, fp8 (also 32, 16, bf16, 64)";
 
-const HPU_PRECISIONS: &str = "32-true, 16-mixed, bf16-mixed, 16-true, bf16-true (also 32, 16, bf16)";
+const HPU_PRECISIONS: &str = "32-true, 16-mixed, bf16-mixed, 16-true, bf16-true, fp8 (also 32, 16, bf16)";
 
 /// What is said of float16 on the first generation of Gaudi.
 pub(crate) const NO_FLOAT16: &str =
@@ -37,6 +37,8 @@ pub enum Precision {
     Fp16True,
     /// float64 everywhere.
     Double,
+    /// Weights in float32; layers of the transformer engine compute products in float8.
+    Fp8,
 }
 
 impl Precision {
@@ -56,6 +58,7 @@ impl Precision {
             "bf16-true" => Self::Bf16True,
             "16-true" => Self::Fp16True,
             "64" | "64-true" => Self::Double,
+            "fp8" if accelerator != "cuda" => Self::Fp8,
             _ => {
                 let accepted = if is_hpu { HPU_PRECISIONS } else { PRECISIONS };
                 let shown = value.as_str().map_or_else(|| value.to_string(), |text| format!("'{text}'"));
@@ -74,7 +77,7 @@ impl Precision {
     /// The dtype that weights and batches are converted to; none if they stay as they are.
     pub fn true_dtype(self) -> Option<Kind> {
         match self {
-            Self::Full | Self::Bf16Mixed | Self::Fp16Mixed => None,
+            Self::Full | Self::Bf16Mixed | Self::Fp16Mixed | Self::Fp8 => None,
             Self::Bf16True => Some(Kind::BFloat16),
             Self::Fp16True => Some(Kind::Half),
             Self::Double => Some(Kind::Double),
@@ -109,7 +112,7 @@ pub(crate) fn as_written(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
-/// Whether a value asks for float8, which voltaic has no precision for.
+/// Whether a value asks for float8.
 pub(crate) fn is_float8(value: &Value) -> bool {
     matches!(spelling(value).as_str(), "fp8" | "transformer-engine")
 }
@@ -128,6 +131,7 @@ impl fmt::Display for Precision {
             Self::Bf16True => "bf16-true",
             Self::Fp16True => "16-true",
             Self::Double => "64-true",
+            Self::Fp8 => "fp8",
         })
     }
 }
@@ -152,6 +156,7 @@ mod tests {
             (json!("16-true"), Some(Precision::Fp16True), Some(Precision::Fp16True)),
             (json!("64-true"), Some(Precision::Double), None),
             (json!(64), Some(Precision::Double), None),
+            (json!("FP8"), Some(Precision::Fp8), Some(Precision::Fp8)),
         ] {
             assert_eq!(Precision::parse(&value, "cpu").ok(), on_cpu, "{value} on cpu");
             assert_eq!(Precision::parse(&value, "hpu").ok(), on_hpu, "{value} on hpu");

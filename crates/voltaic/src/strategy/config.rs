@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::deepspeed::config::DeepSpeedStrategy;
-use super::deepspeed::plan::{DeepSpeedPlan, of_name as deepspeed_of_name};
+use super::deepspeed::inference::{InferencePlan, check_ranks};
+use super::deepspeed::plan::{DeepSpeedPlan, Understood, of_name as deepspeed_of_name};
 use super::zero::config::{ZeroConfig, ZeroStage};
 use crate::device::Device;
 use crate::error::{ConfigError, ConfigProblem};
@@ -21,7 +22,8 @@ const MAX_TIMEOUT_SECS: f64 = 365.0 * 86_400.0;
 #[serde(untagged)]
 pub enum StrategyConfig {
     /// `auto`, `single_device`, `hpu_single`, `ddp`, `ddp_find_unused_parameters_true`, `hpu_ddp`, `hpu_parallel`, `zero1`, `zero2`, `zero3`,
-    /// `deepspeed`, `deepspeed_stage_1` to `_3`, or the same with `hpu_` before them.
+    /// `deepspeed`, `deepspeed_stage_1` to `_3`, `deepspeed_stage_2_offload`, `deepspeed_stage_3_offload`,
+    /// `deepspeed_stage_3_offload_nvme`, or the same with `hpu_` before them.
     Name(String),
     /// With settings.
     Class(StrategyClass),
@@ -41,6 +43,8 @@ pub enum StrategyClass {
     DeepSpeedStrategy(Box<DeepSpeedStrategy>),
     /// `DeepSpeedStrategy` on HPUs.
     HPUDeepSpeedStrategy(Box<DeepSpeedStrategy>),
+    /// Divides layers among ranks, and averages gradients over those that have the same slices.
+    ModelParallelStrategy(ModelParallelStrategy),
     /// One process, as `single_device`.
     SingleDeviceStrategy(SingleDeviceConfig),
     /// One process on an HPU, as `hpu_single`.
@@ -90,6 +94,98 @@ fn refused_by_ddp() -> Value {
     all
 }
 
+/// A size of the mesh: a number, or `auto`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum MeshSize {
+    /// So many ranks.
+    Ranks(u64),
+    /// `auto`.
+    Text(String),
+}
+
+impl Default for MeshSize {
+    fn default() -> Self {
+        Self::Text("auto".to_owned())
+    }
+}
+
+/// Settings of training with layers divided among ranks, with the names of Lightning's `ModelParallelStrategy`. The module says how it is
+/// divided ([`Module::parallel_plan`](crate::nn::Module::parallel_plan)), or DeepSpeed's rules for names do.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+#[schemars(extend("x-refused" = refused_by_all()))]
+pub struct ModelParallelStrategy {
+    /// Ranks with other batches: a number, or `auto` for the number of nodes.
+    pub data_parallel_size: MeshSize,
+    /// Ranks with slices of the same layers: a number, or `auto` for the devices of a node.
+    pub tensor_parallel_size: MeshSize,
+    /// Seconds that ranks wait for each other, at the start and in each operation.
+    pub timeout_secs: f64,
+    /// Library of the collectives, which must be the accelerator's. That one unless set.
+    pub process_group_backend: Option<String>,
+    /// What may differ between ranks; as in [`DdpConfig`].
+    pub allow_differences: Vec<String>,
+}
+
+impl Default for ModelParallelStrategy {
+    fn default() -> Self {
+        let DdpConfig { timeout_secs, .. } = DdpConfig::default();
+        let (data_parallel_size, tensor_parallel_size) = (MeshSize::default(), MeshSize::default());
+        let (process_group_backend, allow_differences) = (None, Vec::new());
+        Self {
+            data_parallel_size,
+            tensor_parallel_size,
+            timeout_secs,
+            process_group_backend,
+            allow_differences,
+        }
+    }
+}
+
+impl ModelParallelStrategy {
+    /// Layers divided among so many ranks; the others are replicas.
+    pub fn tensor_parallel_size(ranks: u64) -> Self {
+        Self { tensor_parallel_size: MeshSize::Ranks(ranks), ..Self::default() }
+    }
+
+    /// For so many ranks, of which so many are on a node.
+    fn resolve(&self, num_ranks: usize, num_devices: usize) -> Result<StrategyPlan, ConfigError> {
+        let size = |key: &str, size: &MeshSize| match size {
+            MeshSize::Ranks(ranks) if *ranks > 0 => Ok(usize::try_from(*ranks).ok()),
+            MeshSize::Text(text) if text == "auto" => Ok(None),
+            MeshSize::Ranks(ranks) => refuse(format!("{key} is {ranks}"), "use a number from 1 on, or auto"),
+            MeshSize::Text(text) => refuse(format!("{key} is `{text}`"), "use a number from 1 on, or auto"),
+        };
+        let dp = size("data_parallel_size", &self.data_parallel_size)?;
+        let tp = size("tensor_parallel_size", &self.tensor_parallel_size)?;
+        let (dp, tp) = match (dp, tp) {
+            (Some(dp), Some(tp)) => (dp, tp),
+            (Some(dp), None) => (dp, num_ranks / dp.min(num_ranks)),
+            (None, Some(tp)) => (num_ranks / tp.min(num_ranks), tp),
+            (None, None) => (num_ranks / num_devices.clamp(1, num_ranks), num_devices),
+        };
+        if dp.checked_mul(tp) != Some(num_ranks) {
+            let what =
+                format!("data_parallel_size={dp} x tensor_parallel_size={tp} with {num_ranks} rank(s)");
+            return refuse(
+                what,
+                "use sizes whose product is the number of ranks (trainer.devices x trainer.num_nodes)",
+            );
+        }
+        let config = DdpConfig {
+            timeout_secs: self.timeout_secs,
+            process_group_backend: self.process_group_backend.clone(),
+            allow_differences: self.allow_differences.clone(),
+            ..DdpConfig::default()
+        };
+        match config.resolve("model_parallel")? {
+            StrategyPlan::Ddp { name, config, .. } => Ok(StrategyPlan::Ddp { name, config, tp }),
+            plan => Ok(plan),
+        }
+    }
+}
+
 /// In which dtype gradients travel.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
@@ -124,6 +220,8 @@ pub struct DdpConfig {
     /// What may differ between ranks, by the keys that the error of a difference names; a key stands for those below it, too:
     /// `seed`, `trainer.max_time`, `module.hyper_parameters`.
     pub allow_differences: Vec<String>,
+    /// Leaves frozen parameters out of checkpoints.
+    pub exclude_frozen_parameters: bool,
 }
 
 impl Default for DdpConfig {
@@ -137,6 +235,7 @@ impl Default for DdpConfig {
             timeout_secs: crate::distributed::DEFAULT_TIMEOUT.as_secs_f64(),
             process_group_backend: None,
             allow_differences: Vec::new(),
+            exclude_frozen_parameters: false,
         }
     }
 }
@@ -151,7 +250,7 @@ impl DdpConfig {
             let what = format!("timeout_secs is {}", self.timeout_secs);
             return refuse(what, "use a positive number of seconds, at most a year (31536000)");
         }
-        Ok(StrategyPlan::Ddp { name, config: self.clone() })
+        Ok(StrategyPlan::Ddp { name, config: self.clone(), tp: 1 })
     }
 
     /// [`DdpConfig::timeout_secs`].
@@ -209,14 +308,20 @@ pub(crate) enum StrategyPlan {
     Ddp {
         name: &'static str,
         config: DdpConfig,
+        /// Ranks that have slices of the same layers.
+        tp: usize,
     },
     DeepSpeed(Box<DeepSpeedPlan>),
-    Zero(ZeroConfig),
+    /// Of DeepSpeed's, too.
+    Inference(Box<InferencePlan>),
+    Zero(Box<ZeroConfig>),
 }
 
 const KNOWN: &str = "use auto, single_device, hpu_single, ddp, ddp_find_unused_parameters_true, hpu_ddp, hpu_parallel, zero1, zero2, zero3, \
-                     deepspeed or hpu_deepspeed (with _stage_1, _stage_2 or _stage_3), or a class: DDPStrategy, HPUDDPStrategy, \
-                     HPUParallelStrategy, DeepSpeedStrategy, HPUDeepSpeedStrategy, SingleDeviceStrategy or SingleHPUStrategy";
+                     deepspeed or hpu_deepspeed (with _stage_1, _stage_2, _stage_3, _stage_2_offload, _stage_3_offload or \
+                     _stage_3_offload_nvme), or a class: DDPStrategy, HPUDDPStrategy, \
+                     HPUParallelStrategy, DeepSpeedStrategy, HPUDeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy or \
+                     SingleHPUStrategy";
 
 fn refuse<T>(what: String, remedy: impl Into<Cow<'static, str>>) -> Result<T, ConfigError> {
     Err(ConfigError::new("trainer.strategy", what, remedy))
@@ -236,8 +341,10 @@ impl StrategyConfig {
     /// Whether it may divide the weights, so that a module should be made without memory for all of them.
     pub(crate) fn may_divide_weights(&self) -> bool {
         match self {
-            Self::Name(name) => ["zero3", "stage_3"].iter().any(|end| name.to_lowercase().ends_with(end)),
-            Self::Class(_) => self.is_deepspeed(),
+            Self::Name(name) => ["zero3", "stage_3"].iter().any(|part| name.to_lowercase().contains(part)),
+            Self::Class(class) => {
+                self.is_deepspeed() || matches!(class, StrategyClass::ModelParallelStrategy(_))
+            }
         }
     }
 
@@ -254,14 +361,31 @@ impl StrategyConfig {
             check_hpu("HPUDeepSpeedStrategy", accelerator)?;
         }
         let deepspeed = |name, given| -> Result<StrategyPlan, ConfigError> {
-            let plan = DeepSpeedPlan::resolve(name, given, accelerator, num_devices)?;
-            Ok(StrategyPlan::DeepSpeed(Box::new(plan)))
+            match DeepSpeedPlan::resolve(name, given, accelerator, num_devices)? {
+                Understood::Training(plan) => {
+                    let tp_size = plan.settings.tp_size();
+                    if !num_ranks.is_multiple_of(tp_size) {
+                        let what = format!(
+                            "tensor_parallel.autotp_size is {tp_size}, but there are {num_ranks} rank(s)"
+                        );
+                        return refuse(what, "use a number of ranks that it divides");
+                    }
+                    Ok(StrategyPlan::DeepSpeed(plan))
+                }
+                Understood::Inference(plan) => {
+                    check_ranks(&plan.settings.config, num_ranks)?;
+                    Ok(StrategyPlan::Inference(plan))
+                }
+            }
         };
         let (name, plan) = match self {
             Self::Class(Class::DDPStrategy(config)) => ("DDPStrategy", config.resolve("ddp")?),
             Self::Class(Class::HPUDDPStrategy(config)) => ("HPUDDPStrategy", config.resolve("hpu_ddp")?),
             Self::Class(Class::HPUParallelStrategy(config)) => {
                 ("HPUParallelStrategy", config.resolve("hpu_parallel")?)
+            }
+            Self::Class(Class::ModelParallelStrategy(given)) => {
+                ("ModelParallelStrategy", given.resolve(num_ranks, num_devices)?)
             }
             Self::Class(Class::SingleDeviceStrategy(_)) => {
                 ("SingleDeviceStrategy", StrategyPlan::SingleDevice)
@@ -302,6 +426,9 @@ impl StrategyConfig {
                 | Class::HPUDDPStrategy(config)
                 | Class::HPUParallelStrategy(config),
             ) => check_backend(&config.process_group_backend, name, accelerator)?,
+            Self::Class(Class::ModelParallelStrategy(config)) => {
+                check_backend(&config.process_group_backend, name, accelerator)?;
+            }
             Self::Class(Class::DeepSpeedStrategy(config) | Class::HPUDeepSpeedStrategy(config)) => {
                 check_backend(&config.process_group_backend, name, accelerator)?;
             }
@@ -341,7 +468,7 @@ fn of_name(name: &str, accelerator: &str, num_ranks: usize) -> Result<StrategyPl
         "hpu_parallel" => defaults.resolve("hpu_parallel"),
         "single_device" | "hpu_single" => Ok(StrategyPlan::SingleDevice),
         other => match ZeroStage::of_name(other) {
-            Some(stage) => Ok(StrategyPlan::Zero(ZeroConfig::of_stage(stage))),
+            Some(stage) => Ok(StrategyPlan::Zero(Box::new(ZeroConfig::of_stage(stage)))),
             None => refuse(format!("`{name}` is not a strategy"), KNOWN),
         },
     }
@@ -381,6 +508,12 @@ impl From<HpuDeepSpeedStrategy> for StrategyConfig {
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct HpuDeepSpeedStrategy(pub DeepSpeedStrategy);
 
+impl From<ModelParallelStrategy> for StrategyConfig {
+    fn from(config: ModelParallelStrategy) -> Self {
+        Self::Class(StrategyClass::ModelParallelStrategy(config))
+    }
+}
+
 impl From<DdpConfig> for StrategyConfig {
     fn from(config: DdpConfig) -> Self {
         Self::Class(StrategyClass::DDPStrategy(config))
@@ -402,6 +535,7 @@ mod tests {
             Ok(StrategyPlan::SingleDevice) => "single".to_owned(),
             Ok(StrategyPlan::Ddp { name, .. }) => name.to_owned(),
             Ok(StrategyPlan::DeepSpeed(plan)) => format!("{} {}", plan.name, plan.settings.zero.stage),
+            Ok(StrategyPlan::Inference(plan)) => format!("{} by {}", plan.name, plan.settings.key),
             Ok(StrategyPlan::Zero(config)) => config.stage.name().to_owned(),
             Err(error) => error.to_string(),
         };
@@ -419,7 +553,7 @@ mod tests {
             ("deepspeed_stage_3", "cuda", 2, "deepspeed_stage_3 3"),
             ("HPU_DeepSpeed_stage_1", "hpu", 8, "hpu_deepspeed_stage_1 1"),
             ("hpu_deepspeed", "cpu", 8, "HPUDeepSpeedStrategy requires HPUAccelerator"),
-            ("deepspeed_stage_2_offload", "cpu", 8, "offloading to cpu is not there yet"),
+            ("deepspeed_stage_2_offload", "cpu", 8, "deepspeed_stage_2_offload 2"),
             ("zero1", "cpu", 1, "zero1"),
             ("zero2", "cpu", 2, "zero2"),
             ("fsdp", "cpu", 2, "`fsdp` is not a strategy"),

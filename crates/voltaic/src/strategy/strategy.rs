@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tch::{Kind, Tensor};
 
-use super::config::{DdpConfig, HpuDeepSpeedStrategy, StrategyClass, StrategyConfig};
+use super::config::{DdpConfig, HpuDeepSpeedStrategy, ModelParallelStrategy, StrategyClass, StrategyConfig};
 use super::deepspeed::config::DeepSpeedStrategy;
 use super::sharded::ShardedState;
 use super::votes::Votes;
@@ -196,6 +196,12 @@ pub trait Strategy: fmt::Debug + Send {
         Ok(())
     }
 
+    /// Whether checkpoints of a run leave out frozen parameters, whose values the module has by itself. DeepSpeed's
+    /// `exclude_frozen_parameters`.
+    fn excludes_frozen_parameters(&self) -> bool {
+        false
+    }
+
     /// Called when a fit is over or has failed: hooks are removed.
     fn teardown(&mut self) {}
 }
@@ -294,6 +300,7 @@ choice_of_config!(
     StrategyConfig,
     StrategyClass,
     DdpConfig,
+    ModelParallelStrategy,
     DeepSpeedStrategy,
     HpuDeepSpeedStrategy
 );

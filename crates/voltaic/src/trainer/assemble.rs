@@ -239,6 +239,7 @@ fn build_loggers(
         accumulate_grad_batches: plan.accumulate_grad_batches,
         automatic_optimization: true,
         log_every_n_steps: plan.log_every_n_steps,
+        graph: (plan.graph != GraphMode::Off).then(|| plan.graph.to_string()),
         version,
         ..RunFacts::default()
     })

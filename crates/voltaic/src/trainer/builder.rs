@@ -14,6 +14,7 @@ use crate::profiler::{Profiler, ProfilerConfig};
 use crate::strategy::{StrategyChoice, StrategyConfig};
 use crate::trainer::assemble::{BuilderParts, Resolved, assemble, resolve};
 use crate::trainer::config::TrainerConfig;
+use crate::trainer::config::activations::ActivationCheckpointing;
 use crate::trainer::config::callbacks::CallbackConfig;
 use crate::trainer::config::graph::GraphMode;
 use crate::trainer::config::optimizers::{LrSchedulerSettings, OptimizerOverride};
@@ -193,6 +194,7 @@ impl TrainerBuilder {
         enable_model_summary: bool => Some;
         reload_dataloaders_every_n_epochs: u64;
         graph: GraphMode;
+        activation_checkpointing: ActivationCheckpointing => Some;
         overfit_batches: Limit;
         max_time: TimeSpan => Some;
         deterministic: Deterministic => Some;

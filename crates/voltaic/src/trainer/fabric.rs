@@ -38,16 +38,18 @@ use crate::error::{ConfigError, Error, Result};
 use crate::ffi;
 use crate::logger::Logger;
 use crate::module::{CheckpointRequest, LightningModule, ModuleTensors, StepContext, Training};
-use crate::nn::{Member, Metric, Module, SyncBatchNorm, set_training};
+use crate::nn::{Member, Metric, Module, ModuleExt, SyncBatchNorm, set_training};
 use crate::optim::{GradientClip, Optimizer, Optimizers};
+use crate::precision::fp8::reduce_amaxes;
 use crate::precision::{AutocastGuard, LossScale, autocast};
 use crate::strategy::{StrategyChoice, Votes};
 use crate::trainer::builder::TrainerBuilder;
+use crate::trainer::config::activations::ActivationCheckpointing;
 use crate::trainer::config::graph::GraphMode;
 use crate::trainer::config::values::PluginConfig;
 use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::run::optimizers::configure_optimizers;
-use crate::trainer::run::stages::SingleThreadedEngine;
+use crate::trainer::run::stages::{checkpoint_calls, no_module};
 use crate::trainer::session::agree::agreed;
 use crate::trainer::session::engine::unscale;
 use crate::trainer::session::hooks::{guarded, hook_error};
@@ -79,6 +81,7 @@ impl FabricBuilder {
         plugin: PluginConfig;
         use_distributed_sampler: bool;
         sync_batchnorm: bool;
+        activation_checkpointing: ActivationCheckpointing;
         max_restarts: u64;
         default_root_dir: PathBuf;
     }
@@ -146,12 +149,17 @@ impl Fabric {
             let remedy = "put all modules that are trained together into one struct with #[derive(Module)]";
             return Err(ConfigError::new("Fabric::setup", "a second module", remedy).into());
         }
+        if let Some(inference) = self.plan.ranks.strategy.inference() {
+            return Err(inference.refuse_fit().into());
+        }
         let optimizers = Cell::new(Some(optimizers.into()));
         let mut module = FabricModule { module, optimizers, state: Value::Null };
         let mut optimizers = FabricOptimizers::default();
         self.with_session(&mut module, &mut optimizers, |session| {
             session.setup()?;
             set_training(session.module, true);
+            session.run.engine.of_call.checkpoints =
+                checkpoint_calls(session.module.as_dyn(), &session.plan.activations)?;
             configure_optimizers(session)
         })?;
         Ok((module, optimizers))
@@ -185,7 +193,12 @@ impl Fabric {
         self.run.engine.strategy.begin_forward(module, !self.window_is_open)?;
         let ranks = self.run.world().mesh().dp.group().cloned();
         let _sync = ranks.filter(|_| self.plan.ranks.sync_batchnorm).map(SyncBatchNorm::over);
-        let _region = self.autocast()?;
+        let _settings = self.plan.checkpoints.enter();
+        if let Some(checkpoints) = &self.run.engine.of_call.checkpoints {
+            let root = module.as_module();
+            checkpoints.calls.refresh(root).map_err(|name| no_module(root, &name))?; // it may lie elsewhere now
+        }
+        let _region = self.plan.enter_precision()?;
         let hooks = self.run.facts.module_hooks.clone();
         let output = guarded(|| hooks.within(module.as_module(), || body(&module.module))?);
         output.map_err(|source| hook_error("forward", &self.run.at.progress, source))
@@ -206,7 +219,6 @@ impl Fabric {
     /// If the loss has another shape or requires no grad; libtorch's; [`DistributedError`](crate::error::DistributedError) if a rank is gone.
     pub fn backward<M: Module>(&mut self, module: &FabricModule<M>, loss: &Tensor) -> Result<()> {
         let _named = collective_scope("backward");
-        let _engine = SingleThreadedEngine::enter()?;
         let Run { engine, at, facts, .. } = &mut self.run;
         let hooks = facts.module_hooks.clone();
         engine.backward(loss, self.syncs, Votes::default(), |loss| {
@@ -217,7 +229,8 @@ impl Fabric {
             hooks.within(module.as_module(), run).and_then(|done| done)
         })?;
         self.window_is_open = !self.syncs;
-        Ok(())
+        self.run.world().group().map_or(Ok(()), |group| reduce_amaxes(group))?;
+        self.run.choose_kept_activations()
     }
 
     /// With `enabled`, backward passes in `body` leave their gradients to this rank, to which those of the next pass outside are

@@ -22,6 +22,9 @@ pub use crate::accelerator::rng::{global_seed, seed_everything};
 pub use crate::checkpoint::{Converted, from_lightning, state_dict, to_lightning};
 pub use builder::TrainerBuilder;
 pub use config::TrainerConfig;
+pub use config::activations::{
+    ActivationCheckpointing, ActivationCheckpointingConfig, ActivationMode, MemorySize,
+};
 pub use config::callbacks::CallbackConfig;
 pub use config::graph::{GraphMode, GraphReport};
 pub use config::optimizers::LrSchedulerSettings;

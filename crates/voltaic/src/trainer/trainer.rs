@@ -54,6 +54,8 @@ pub struct Trainer {
     ckpt_path: Option<CkptPath>,
     /// The next call of predict returns nothing.
     drops_predictions: bool,
+    /// Settings of the strategy that have no effect were logged.
+    has_said_notes: bool,
 }
 
 impl Trainer {
@@ -75,6 +77,7 @@ impl Trainer {
             found_batch_size: None,
             ckpt_path: None,
             drops_predictions: false,
+            has_said_notes: false,
         }
     }
 
@@ -115,6 +118,9 @@ impl Trainer {
         data: &mut dyn DataModule<Batch = M::Batch>,
     ) -> Result<()> {
         let ckpt_path = self.ckpt_path.take();
+        if let Some(inference) = self.plan.ranks.strategy.inference() {
+            return Err(inference.refuse_fit().into());
+        }
         let ckpt_path = self.run.after_restart(ckpt_path)?;
         let ckpt_path = or_of_requeued_job(&self.run, ckpt_path)?;
         let ckpt_path = or_of_failed_run(&self.run, ckpt_path)?;
@@ -380,7 +386,7 @@ impl Trainer {
     }
 
     /// Once, on rank 0.
-    fn warn_ignored_options(&self) {
+    fn warn_ignored_options(&mut self) {
         if self.config.max_epochs.is_none() && self.plan.max_epochs == Some(1000) && self.is_global_zero() {
             tracing::warn!(
                 "trainer.max_epochs is not set: training ends after 1000 epochs; -1 is for no limit"
@@ -394,6 +400,14 @@ impl Trainer {
         }
         for note in contradictions::ignored_options(&self.config, &self.plan, self.run.facts.has_logger) {
             tracing::warn!("{note}");
+        }
+        self.say_notes_of_strategy();
+    }
+
+    /// Settings of the strategy that have no effect, once, on rank 0.
+    fn say_notes_of_strategy(&mut self) {
+        if std::mem::replace(&mut self.has_said_notes, true) || !self.is_global_zero() {
+            return;
         }
         for note in deepspeed::notes(&self.config, &self.plan) {
             tracing::warn!("{note}");
@@ -444,6 +458,9 @@ impl Trainer {
         body: impl FnOnce(&mut Session<M>, &EvalLoaders<M::Batch>) -> Result<T>,
     ) -> Result<T> {
         self.find_batch_size(module, data, stage)?;
+        if self.plan.ranks.strategy.inference().is_some() {
+            self.say_notes_of_strategy();
+        }
         let ckpt_path = self.ckpt_path.take();
         let options = self.options(stage, ckpt_path);
         self.run.evaluate(&self.plan, module, data, (stage, &options), body)

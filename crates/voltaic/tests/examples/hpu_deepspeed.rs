@@ -1,6 +1,6 @@
 //! States divided among emulated cards, in the blocks of the documents.
 
-use crate::run;
+use crate::{run, run_with};
 
 const PROGRAM: &str = "hpu_deepspeed";
 
@@ -14,10 +14,11 @@ fn using_deepspeed_on_hpu() {
     ran.assert_fell(0, "train_loss", 0.9);
 }
 
-/// All stages give the same numbers.
+/// All stages give the same numbers, with an offload, too.
 #[test]
 fn stages() {
-    let losses = ["zero_1", "zero_2", "zero_3", "bf16_precision"].map(|block| {
+    let blocks = ["zero_1", "zero_2", "zero_3", "zero_offload", "zero_infinity", "bf16_precision"];
+    let losses = blocks.map(|block| {
         let ran = run(PROGRAM, block);
         assert!(ran.out.contains(&format!("world_size 8, {STEPS} steps")), "{}", ran.out);
         assert_eq!(ran.checkpoint(0).meta.global_step, STEPS);
@@ -27,8 +28,32 @@ fn stages() {
     assert!(losses.iter().all(|of| *of == losses[0]), "{losses:?}");
 }
 
+/// The large layer is in files, which the log says, and none is left.
+#[test]
+fn zero_infinity_in_files() {
+    let ran = run_with(PROGRAM, "zero_infinity_in_files", &[("RUST_LOG", "info")]);
+    assert!(ran.out.contains("world_size 2, 60 steps"), "{}", ran.out);
+    ran.assert_fell(0, "train_loss", 0.9);
+    for expected in
+        ["local_nvme/zero_stage_3/optimizer/rank0: ", "local_nvme/zero_stage_3/bfloat16params/rank0: "]
+    {
+        assert!(ran.err.contains(expected), "{}", ran.err);
+    }
+    // of half of the weights: copies in float32, gradients and two moments of four bytes each, and shards of two
+    assert!(ran.err.contains("zero3: rank 0 of 2 had 13.78 MiB in files"), "{}", ran.err);
+    assert!(!ran.folder.path().join("local_nvme/zero_stage_3").exists());
+}
+
 #[test]
 fn bf16_optimizer() {
     let ran = run(PROGRAM, "bf16_optimizer");
     assert!(ran.out.contains("world_size 2, 4 steps"), "{}", ran.out);
+}
+
+#[test]
+fn activation_checkpointing() {
+    let ran = run_with(PROGRAM, "activation_checkpointing", &[("RUST_LOG", "info")]);
+    assert!(ran.out.contains("world_size 1, 60 steps"), "{}", ran.out);
+    assert!(ran.err.contains("of them in host memory"), "{}", ran.err);
+    ran.assert_fell(0, "train_loss", 0.9);
 }

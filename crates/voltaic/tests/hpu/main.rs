@@ -6,6 +6,7 @@
 #[path = "../support/lightning_module.rs"]
 mod lightning_module;
 
+mod activations;
 mod device;
 mod device_stats;
 mod fuzz;

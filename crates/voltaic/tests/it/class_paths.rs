@@ -187,9 +187,10 @@ fn strategies_are_named_as_classes() {
         (
             &["accelerator=hpu", "strategy=fsdp"],
             "`fsdp` is not a strategy; use auto, single_device, hpu_single, ddp, ddp_find_unused_parameters_true, \
-             hpu_ddp, hpu_parallel, zero1, zero2, zero3, deepspeed or hpu_deepspeed (with _stage_1, _stage_2 or _stage_3), or a class: \
+             hpu_ddp, hpu_parallel, zero1, zero2, zero3, deepspeed or hpu_deepspeed (with _stage_1, _stage_2, \
+             _stage_3, _stage_2_offload, _stage_3_offload or _stage_3_offload_nvme), or a class: \
              DDPStrategy, HPUDDPStrategy, HPUParallelStrategy, DeepSpeedStrategy, HPUDeepSpeedStrategy, \
-             SingleDeviceStrategy or SingleHPUStrategy",
+             ModelParallelStrategy, SingleDeviceStrategy or SingleHPUStrategy",
         ),
     ] {
         let options: Vec<String> = options.iter().map(|option| format!("trainer.{option}")).collect();
@@ -298,7 +299,7 @@ fn the_command_runs_with_instances_of_accelerator_and_strategy() {
     for part in [
         "Takes a class (CPUAccelerator, CUDAAccelerator, HPUAccelerator) or text.",
         "Takes a class (DDPStrategy, HPUDDPStrategy, HPUParallelStrategy, DeepSpeedStrategy, HPUDeepSpeedStrategy, \
-         SingleDeviceStrategy, SingleHPUStrategy) or text.",
+         ModelParallelStrategy, SingleDeviceStrategy, SingleHPUStrategy) or text.",
         "Takes one of `step`, `epoch`.", // a key that many classes have
     ] {
         assert!(help.contains(part), "{part} in {help}");

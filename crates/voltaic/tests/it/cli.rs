@@ -259,7 +259,7 @@ fn a_single_registered_model_needs_no_name() {
 
 /// (reason, arguments, standard error)
 const MISTAKES: &[(&str, &[&str], &str)] = &[
-    ("no verb", &[], "error: no verb is given; the verbs are fit, validate, test, predict, models"),
+    ("no verb", &[], "error: no verb is given; the verbs are fit, validate, test, predict, generate, models"),
     ("misspelt verb", &["fti"], "error: `fti` is not a verb; did you mean fit\n"),
     (
         "misspelt verb with keys",
@@ -395,6 +395,22 @@ fn help_comes_from_the_schemas() {
         assert_eq!((ended.code, ended.err.as_str()), (0, ""), "{verb}");
         assert!(!ended.out.is_empty(), "{verb}");
     }
+}
+
+#[test]
+fn editors_and_shells_know_the_keys() {
+    let schema: serde_json::Value = serde_json::from_str(&run(&["schema"]).out).unwrap();
+    assert_eq!(schema["$schema"], "https://json-schema.org/draft/2020-12/schema");
+    let trainer = &schema["properties"]["trainer"];
+    assert!(trainer.to_string().contains("max_epochs") || trainer["$ref"].is_string(), "{trainer}");
+    for shell in ["bash", "zsh", "fish"] {
+        let script = run(&["completion", shell]).out;
+        for word in ["generate", "trainer.max_epochs", "ckpt_path", "print_config"] {
+            assert!(script.contains(word), "{shell}: no {word}");
+        }
+    }
+    let error = run(&["completion", "tcl"]).err;
+    assert!(error.contains("bash") && error.contains("zsh"), "{error}");
 }
 
 #[test]

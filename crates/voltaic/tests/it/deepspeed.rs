@@ -21,7 +21,15 @@ fn on_cpu(options: &[&str]) -> String {
 
 #[test]
 fn strategies_are_named_as_lightning_names_them() {
-    for name in ["deepspeed", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"] {
+    for name in [
+        "deepspeed",
+        "deepspeed_stage_1",
+        "deepspeed_stage_2",
+        "deepspeed_stage_2_offload",
+        "deepspeed_stage_3",
+        "deepspeed_stage_3_offload",
+        "deepspeed_stage_3_offload_nvme",
+    ] {
         let found = on_cpu(&[&format!("trainer.strategy={name}")]);
         assert_eq!(found, NOTHING);
         let hpu = format!("trainer.strategy=hpu_{name}");
@@ -33,13 +41,6 @@ fn strategies_are_named_as_lightning_names_them() {
         );
         assert!(found.contains(&expected), "{found}");
     }
-    let found = on_cpu(&["trainer.strategy=deepspeed_stage_3_offload"]);
-    assert_eq!(
-        found,
-        "trainer.strategy: `deepspeed_stage_3_offload`: offloading to cpu is not there yet; use deepspeed_stage_3"
-    );
-    let found = on_cpu(&["trainer.strategy=deepspeed_stage_3_offload_nvme"]);
-    assert!(found.lines().all(|line| line.ends_with("; use deepspeed_stage_3")), "{found}");
     let found = on_cpu(&["trainer.strategy=deepspeed_stage_4"]);
     assert!(found.contains("`deepspeed_stage_4` is not a strategy"), "{found}");
 }
@@ -71,17 +72,22 @@ fn strategies_are_classes_with_their_arguments() {
         ),
         (&["trainer.strategy.parallel_devices=[cpu, cuda:1]"], r#""cuda:1" is not a device of"#),
         (&["trainer.strategy.allgather_bucket_size=1001"], "allgather_bucket_size: 1001 is odd"),
-        (&["trainer.strategy.remote_device=cpu"], "making weights off the device is not there yet"),
+        (&["trainer.strategy.remote_device=gpu"], "`gpu` is not a place off the device; set cpu or nvme"),
         (
-            &["trainer.strategy.cpu_checkpointing=true"],
-            "cpu_checkpointing: checkpointed activations are not there yet",
+            &["trainer.strategy.contiguous_memory_optimization=true"],
+            "contiguous_memory_optimization: true without partition_activations",
         ),
         (&["trainer.strategy.process_group_backend=nccl"], "process_group_backend is nccl"),
         (&["trainer.strategy.hysteresis=0"], "hysteresis: 0 is too small; set a whole number from 1 on"),
         (&["trainer.strategy.initial_scale_power=200"], "2 to the power of 200 is infinite in float32"),
         (&["trainer.strategy.loss_scale=-1"], "loss_scale: -1 is not a scale"),
         (&["trainer.strategy.timeout_secs=0"], "timeout_secs: 0 is not a time to wait"),
-        (&["trainer.strategy.dtype=float"], "inference settings are not there yet"),
+        (&["trainer.strategy.dtype=int4"], "trainer.strategy.dtype"),
+        (
+            &["trainer.strategy.enable_cuda_graph=true", "trainer.strategy.tensor_parallel.tp_size=2"],
+            "enable_cuda_graph: true with tensor_parallel.tp_size=2",
+        ),
+        (&["trainer.strategy.tensor_parallel.tp_size=3"], "tp_size is 3, but there are 2 rank(s)"),
         (&["trainer.strategy.zero_optimization=false"], "stage 0 divides nothing"),
         (
             &["trainer.strategy.cluster_environment=slurm"],

@@ -1,6 +1,7 @@
 //! Groups of ranks: threads of this process that meet at a store.
 
-use std::process::Stdio;
+use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -37,6 +38,31 @@ pub fn placement(rank: usize, world_size: usize, port: u16) -> RankPlacement {
 /// Runs `body` as each rank of a group of processes: this test's own, started again with `LOCAL_RANK`.
 pub fn as_ranks(world_size: usize, body: impl Fn(Arc<ProcessGroup>)) {
     as_ranks_with(world_size, |_| None, body);
+}
+
+/// The same with all that ranks know of each other. What `before` makes is there for them; they find a path in a variable.
+pub fn as_ranks_of_world(
+    world_size: usize,
+    (variable, path): (&str, &Path),
+    before: impl FnOnce(),
+    body: impl Fn(World),
+) {
+    if !crate::probe::plays(&format!("rank of {world_size}")) {
+        {
+            let _rng = crate::rng::seeded(3);
+            before();
+        }
+        return run_ranks_with(
+            world_size,
+            &|command, _| {
+                command.env(variable, path);
+            },
+            |_| true,
+        );
+    }
+    let world = join(world_size, Duration::from_secs(30));
+    body(world.clone());
+    world.barrier().unwrap(); // rank 0 has the store
 }
 
 /// The same, each with a variable of its own in the environment.
@@ -80,11 +106,21 @@ fn run_ranks(
     variable: fn(usize) -> Option<(&'static str, &'static str)>,
     counts: fn(usize) -> bool,
 ) {
+    run_ranks_with(
+        world_size,
+        &|command, rank| {
+            command.envs(variable(rank));
+        },
+        counts,
+    );
+}
+
+fn run_ranks_with(world_size: usize, prepare: &dyn Fn(&mut Command, usize), counts: fn(usize) -> bool) {
     let port = free_port();
     let start = |rank: usize| {
         let mut command = crate::probe::own_process(&format!("rank of {world_size}"));
         command.env("LOCAL_RANK", rank.to_string()).env("MASTER_PORT", port.to_string());
-        command.envs(variable(rank));
+        prepare(&mut command, rank);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command.spawn().unwrap()
     };

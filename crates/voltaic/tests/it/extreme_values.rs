@@ -21,7 +21,8 @@ const VALUES: [&str; 10] = [
 ];
 
 /// Where a class may stand, the longest first.
-const PLACES: [&str; 9] = [
+const PLACES: [&str; 10] = [
+    "trainer.plugins.recipe",
     "trainer.callbacks",
     "trainer.strategy",
     "trainer.profiler",
@@ -103,6 +104,15 @@ fn arguments(key: &Key) -> Vec<String> {
         words.extend(required.iter().map(|word| format!("--lr_scheduler.{word}")));
         words.push("--lr_scheduler.interval=step".to_owned());
     }
+    if place == Some("trainer.plugins.recipe") {
+        let plugin = [
+            "strategy=deepspeed",
+            "plugins=DeepSpeedPrecisionPlugin",
+            "plugins.precision=fp8",
+            "plugins.replace_layers=true",
+        ];
+        words.extend(plugin.map(|word| format!("--trainer.{word}")));
+    }
     if let Some(place) = place.filter(|place| place.starts_with("trainer.")) {
         words.push(format!("--{place}={class}"));
         let required: &[&str] = match class {
@@ -125,8 +135,8 @@ fn fault(key: &Key, code: u8, text: &str) -> Option<&'static str> {
     if has("frame #") || has("Exception raised from") || text.lines().count() > 6 {
         return Some("a stack");
     }
-    // a length of time is named as a whole, not by its minutes
-    let is_named = key.key.rsplit('.').take(2).any(has);
+    // a length of time is named as a whole, not by its minutes; a strategy may be refused before its own keys are looked at
+    let is_named = key.key.rsplit('.').filter(|part| *part != "trainer").take(3).any(has);
     (code != 0 && !is_named).then_some("an error that does not name the key")
 }
 

@@ -6,10 +6,10 @@ use tempfile::TempDir;
 use voltaic::Tensor;
 use voltaic::checkpoint::Checkpoint;
 use voltaic::data::{DataModule, EpochRange};
-use voltaic::nn::ModuleExt;
+use voltaic::nn::{CheckpointStats, ModuleExt};
 use voltaic::optim::{AdamW, GradientClip};
 use voltaic::strategy::StrategyConfig;
-use voltaic::trainer::Fabric;
+use voltaic::trainer::{ActivationCheckpointing, Fabric};
 
 use crate::ddp::{FOLDER, Net, assert_same, builder, folder_of_parent, loaders, run_ranks, weights};
 use crate::probe::plays;
@@ -22,13 +22,39 @@ struct Case {
     devices: i64,
     precision: &'static str,
     accumulate: u64,
+    /// Of the fabric alone: it changes no bit.
+    activations: &'static str,
 }
 
 const CASES: [Case; 4] = [
-    Case { strategy: "single_device", devices: 1, precision: "bf16-mixed", accumulate: 2 },
-    Case { strategy: "ddp", devices: 2, precision: "32-true", accumulate: 2 },
-    Case { strategy: "zero2", devices: 2, precision: "bf16-true", accumulate: 2 },
-    Case { strategy: "zero3", devices: 2, precision: "bf16-mixed", accumulate: 1 },
+    Case {
+        strategy: "single_device",
+        devices: 1,
+        precision: "bf16-mixed",
+        accumulate: 2,
+        activations: r#"{"modules": ["Linear"], "save": ["matmul"]}"#,
+    },
+    Case {
+        strategy: "ddp",
+        devices: 2,
+        precision: "32-true",
+        accumulate: 2,
+        activations: r#"{"modules": ["Linear"], "budget": 100}"#,
+    },
+    Case {
+        strategy: "zero2",
+        devices: 2,
+        precision: "bf16-true",
+        accumulate: 2,
+        activations: r#"{"modules": ["second"], "mode": "offload"}"#,
+    },
+    Case {
+        strategy: "zero3",
+        devices: 2,
+        precision: "bf16-mixed",
+        accumulate: 1,
+        activations: r#"["first"]"#,
+    },
 ];
 
 impl Case {
@@ -54,10 +80,13 @@ impl Case {
 
     /// Trains from a checkpoint if there is one, up to a batch, after which it saves one.
     fn with_fabric(&self, folder: &Path, ends_after: Option<u64>) {
+        let activations: ActivationCheckpointing = serde_json::from_str(self.activations).unwrap();
+        let before = CheckpointStats::of_thread();
         let mut fabric = Fabric::builder()
             .devices(self.devices)
             .strategy(StrategyConfig::from(self.strategy))
             .precision(self.precision)
+            .activation_checkpointing(activations.clone())
             .default_root_dir(folder)
             .launch()
             .unwrap();
@@ -93,6 +122,8 @@ impl Case {
                 }
             }
         }
+        let recomputed = CheckpointStats::of_thread().recomputed - before.recomputed;
+        assert_eq!(recomputed == 0, self.activations.contains("offload"), "{recomputed} are recomputed");
         assert_eq!(fabric.global_step(), EPOCHS * num_batches.div_ceil(self.accumulate));
         let rank = fabric.world().rank;
         end(&fabric.finish(net).unwrap(), rank, folder);
@@ -164,4 +195,11 @@ fn what_does_not_fit_is_refused() {
         error.to_string().contains("forward") && format!("{error:?}").contains("no such layer"),
         "{error:?}"
     );
+}
+
+#[test]
+fn a_name_of_no_module_is_refused_by_fabric() {
+    let mut fabric = Fabric::builder().activation_checkpointing(["Liner"]).launch().unwrap();
+    let error = fabric.setup(Net::new(), AdamW::new(0.01)).err().unwrap().to_string();
+    assert!(error.contains("`Liner` is neither the type nor the fqn of a module"), "{error}");
 }

@@ -23,7 +23,7 @@ fn frames(backtrace: &str) -> Vec<(&str, &str)> {
 }
 
 #[test]
-fn at_most_eight_frames_lie_between_fit_and_training_step() {
+fn at_most_eleven_frames_lie_between_fit_and_training_step() {
     let backtrace = Arc::new(Mutex::new(String::new()));
     let seen = backtrace.clone();
     let mut net = Probe {
@@ -48,7 +48,7 @@ fn at_most_eight_frames_lie_between_fit_and_training_step() {
     let is_ours = |place: &str| place.starts_with("./src/") || place.contains(sources);
     let between: Vec<_> = frames[step + 1..fit].iter().filter(|(_, place)| is_ours(place)).collect();
     let count = between.len();
-    assert!(count <= 8, "{count} frames: {between:#?}");
+    assert!(count <= 11, "{count} frames: {between:#?}");
     // without optimization each function has its frame, and a count of 0 would mean that none was recognized
     assert!(count >= 3 || !cfg!(debug_assertions), "{count} frames in {backtrace}");
 }

@@ -10,15 +10,14 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde_json::Value;
 use tempfile::TempDir;
-use voltaic::callback::{Callback, LambdaCallback, ModelCheckpoint, ModelCheckpointConfig, SaveLast};
+use voltaic::callback::{Callback, LambdaCallback, ModelCheckpoint, ModelCheckpointConfig};
 use voltaic::checkpoint::{AsyncCheckpointIo, Checkpoint, CheckpointIo};
 use voltaic::error::Result;
 use voltaic::module::HookContext;
-use voltaic::nn::Parameter;
-use voltaic::optim::AdamW;
 use voltaic::trainer::PluginConfig;
 use voltaic::{Kind, Module, Tensor};
 
+use crate::heavy::{BALLAST, Heavy, saver};
 use crate::probe::{files, loaders, names, own_process, own_thread, plays, silent, text_of};
 
 const KILLS: usize = 20;
@@ -26,25 +25,6 @@ const LANES: usize = 2;
 /// So many kills have to hit a file half written.
 const HITS: usize = 3;
 const FOLDER: &str = "VOLTAIC_TEST_FOLDER";
-/// Weights in a checkpoint; AdamW's state is twice as many.
-const BALLAST: i64 = 1 << 17;
-
-/// One weight, and so many others that a checkpoint takes a while to write.
-#[derive(Module)]
-struct Heavy {
-    ballast: Parameter,
-}
-
-impl Heavy {
-    fn new() -> Self {
-        Self { ballast: Parameter::new(Tensor::zeros([BALLAST], (Kind::Float, tch::Device::Cpu))) }
-    }
-}
-
-lightning_module!(Heavy, Tensor, AdamW::new(1e-3), |net, batch, _| Ok(
-    net.ballast.f_sum(Kind::Float)? * batch.f_mean(Kind::Float)?
-));
-
 /// Tells the parent where training starts.
 struct Announce;
 
@@ -53,18 +33,6 @@ impl Callback for Announce {
         println!("starts at {}", ctx.global_step());
         Ok(())
     }
-}
-
-fn saver(folder: &Path) -> ModelCheckpoint {
-    let config = ModelCheckpointConfig {
-        dirpath: Some(folder.to_path_buf()),
-        filename: Some("newest".to_owned()),
-        every_n_train_steps: Some(1),
-        save_last: SaveLast::Copy(true),
-        enable_version_counter: false,
-        ..Default::default()
-    };
-    ModelCheckpoint::new(config).unwrap()
 }
 
 /// Checkpoints are written while training goes on.

@@ -7,13 +7,14 @@ use std::path::{Path, PathBuf};
 
 /// The layers of `src/` from the bottom up: folders, and files beside them. Each layer uses lower ones only.
 /// ARCHITECTURE.md has the same list. `kernels` is the crate `voltaic-kernels`.
-const LAYERS: [&str; 25] = [
+const LAYERS: [&str; 27] = [
     "kernels",
     "error",
     "dtype",
     "device",
     "config",
     "ffi",
+    "swap",
     "accelerator",
     "data",
     "distributed",
@@ -29,6 +30,7 @@ const LAYERS: [&str; 25] = [
     "logger",
     "callback",
     "trainer",
+    "generation",
     "models",
     "cli",
     "prelude",
@@ -451,4 +453,27 @@ fn unsafe_code_of_kernels_is_where_memory_is_shared() {
     let others = files.filter(|path| !UNSAFE_KERNELS.iter().any(|may| path.starts_with(src.join(may))));
     let problems: Vec<_> = others.flat_map(|path| unsafe_lines(&path)).collect();
     assert!(problems.is_empty(), "unsafe code is in {UNSAFE_KERNELS:?} only:\n{}", problems.join("\n"));
+}
+
+#[test]
+fn crates_include_only_what_is_packaged_with_them() {
+    let crates = src().join("../..").canonicalize().unwrap();
+    let mut problems = Vec::new();
+    for folder in std::fs::read_dir(crates).unwrap().map(|entry| entry.unwrap().path()) {
+        for path in sources(&folder.join("src")) {
+            let text = std::fs::read_to_string(&path).unwrap();
+            let includes = text.split("include_").skip(1).filter_map(|rest| {
+                let rest = rest.strip_prefix("str!(\"").or_else(|| rest.strip_prefix("bytes!(\""))?;
+                rest.split('"').next()
+            });
+            for include in includes {
+                let up = include.split('/').filter(|part| *part == "..").count();
+                let depth = path.strip_prefix(&folder).unwrap().components().count() - 1;
+                if up > depth || include.contains("tests/") && !text.contains("#[cfg(test)]") {
+                    problems.push(format!("{}: {include}", path.display()));
+                }
+            }
+        }
+    }
+    assert!(problems.is_empty(), "files outside the crate are not packaged:\n{}", problems.join("\n"));
 }

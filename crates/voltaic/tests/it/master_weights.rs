@@ -69,6 +69,46 @@ fn parameters_are_the_rounded_results_of_float32() {
     }
 }
 
+/// Moments in float32 beside weights of 16 bits alone: as float32 whose weights are rounded after each step.
+#[test]
+fn states_may_be_float32_beside_weights_of_16_bits() {
+    for (name, [_, without]) in optimizers() {
+        let build = |params: &Named, are_float32: bool| {
+            without.build(vec![ParamGroupSpec::new(params.clone()).float32_states(are_float32)]).unwrap()
+        };
+        let (half, full, lossy) = (params(Kind::BFloat16), params(Kind::Float), params(Kind::BFloat16));
+        let (mut own, mut rounded) = (build(&half, true), build(&full, true));
+        let mut of_halves = build(&lossy, false);
+        train(&mut *of_halves, &lossy, 0..STEPS);
+        for step in 0..STEPS {
+            if step == 5 {
+                let state = own.state_dict();
+                own = build(&half, true);
+                own.load_state_dict(state).unwrap();
+            }
+            train(&mut *own, &half, step..step + 1);
+            train(&mut *rounded, &full, step..step + 1);
+            for ((fqn, half), (_, full)) in half.iter().zip(&full) {
+                full.set_data(&full.detach().to_kind(Kind::BFloat16).to_kind(Kind::Float)).unwrap();
+                assert!(half.to_kind(Kind::Float).equal(full.tensor()), "{name} {fqn}, step {step}");
+            }
+        }
+        let state = own.state_dict().tensors;
+        for (name, tensor) in &state {
+            assert!(tensor.kind() == Kind::Float && !name.starts_with("master_param"), "{name}");
+        }
+        let expected = rounded.state_dict().tensors;
+        let same = state.iter().zip(&expected).all(|((a, x), (b, y))| a == b && x.equal(y));
+        assert!(same && state.len() == expected.len(), "{name}");
+        let halves: HashMap<String, Tensor> = of_halves.state_dict().tensors.into_iter().collect();
+        let is_rounded = |(name, tensor): &(String, Tensor)| !halves[name].to_kind(Kind::Float).equal(tensor);
+        assert!(
+            state.is_empty() || state.iter().any(is_rounded),
+            "{name}: states of 16 bits lose nothing here"
+        );
+    }
+}
+
 #[test]
 fn they_are_saved_and_left_out_or_missed_by_others() {
     for (name, [with, without]) in optimizers() {

@@ -165,6 +165,76 @@ fn embedding_is_pytorchs() {
     compare_forward("embedding_padding", || Embedding::builder(11, 4).padding_idx(1).build());
 }
 
+/// Checks a recurrent layer in its simplest form, with all options, and with sequences of different lengths.
+macro_rules! recurrent_is_pytorchs {
+    ($case:literal, $layer:ident, |$state:ident: $type:ty| $flat:expr, |$given:ident| $states:expr) => {
+        let flat =
+            |(output, $state): (Tensor, $type)| std::iter::once(output).chain($flat).collect::<Vec<Tensor>>();
+        compare($case, || $layer::new(4, 3), |layer, x| Ok(flat(layer.run(&x[0], None)?)));
+        compare(
+            $case,
+            || $layer::new(4, 3),
+            |layer, x| {
+                let (output, state) = layer.run(&x[0], None)?;
+                Ok(flat((layer.forward(&x[0])?.f_mul_scalar(0.5)? + output * 0.5, state)))
+            },
+        );
+        let options = || {
+            let builder = $layer::builder(4, 3).num_layers(2).bias(false).batch_first(true);
+            let mut layer = builder.bidirectional(true).dropout(0.5).build()?;
+            layer.eval();
+            Ok(layer)
+        };
+        compare(concat!($case, "_options"), options, |layer, x| {
+            let $given = [x[1].shallow_clone(), x[x.len() - 1].shallow_clone()];
+            Ok(flat(layer.run(&x[0], Some(&$states))?))
+        });
+        let packed = || $layer::builder(4, 3).bidirectional(true).batch_first(true).build();
+        compare(concat!($case, "_packed"), packed, |layer, x| {
+            let (output, state) = layer.run_packed(&PackedSequence::pack(&x[0], &[2, 5, 4], true)?, None)?;
+            let (output, lengths) = output.pad(true, 0.0)?;
+            assert_eq!(lengths, [2, 5, 4]);
+            Ok(flat((output, state)))
+        });
+    };
+}
+
+#[test]
+fn recurrent_layers_are_pytorchs() {
+    recurrent_is_pytorchs!("rnn", Rnn, |state: Tensor| [state], |given| given[0]);
+    recurrent_is_pytorchs!("gru", Gru, |state: Tensor| [state], |given| given[0]);
+    recurrent_is_pytorchs!("lstm", Lstm, |state: (Tensor, Tensor)| [state.0, state.1], |given| {
+        let [h, c] = given;
+        (h, c)
+    });
+}
+
+#[test]
+fn recurrent_layers_refuse_what_does_not_fit() {
+    let lstm = Lstm::builder(4, 3).num_layers(2).dropout(0.1).build().unwrap();
+    assert_eq!(format!("{lstm:?}"), "Lstm(4, 3, num_layers=2, dropout=0.1)");
+    let h = probe(&[1, 2, 3]);
+    let errors = [
+        lstm.run(&probe(&[5, 2, 3]), None).unwrap_err(),
+        lstm.run(&probe(&[5, 2, 4]), Some(&(h.shallow_clone(), h))).unwrap_err(),
+        PackedSequence::pack(&probe(&[5, 2, 4]), &[5, 6], false).unwrap_err(),
+        PackedSequence::pack(&probe(&[5, 2]), &[5, 5], false).unwrap_err(),
+        Gru::builder(4, 0).build().unwrap_err(),
+        Rnn::builder(4, 3).dropout(1.5).build().unwrap_err(),
+    ]
+    .map(|error| error.to_string());
+    for (error, expected) in errors.iter().zip([
+        "Lstm(4, 3, num_layers=2, dropout=0.1): input of shape [5, 2, 3] does not fit: [time, batch, 4] is needed",
+        "input of shape [1, 2, 3] does not fit: a state of [2, 2, 3] is needed",
+        "PackedSequence: lengths [5, 6] of sequences in [5, 2, 4]; give 2 lengths from 1 to 5",
+        "PackedSequence: input of shape [5, 2] does not fit: three dimensions are needed",
+        "Gru: hidden_size is 0; give at least 1",
+        "Rnn: p is 1.5; give a probability between 0 and 1",
+    ]) {
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
 #[test]
 fn attention_is_pytorchs() {
     let batch_first = || MultiheadAttention::builder(8, 2).batch_first(true).build();
@@ -405,10 +475,20 @@ fn losses_and_metrics_are_pytorchs() {
         label_smoothing: 0.1,
     };
     let query = probe(&[2, 2, 4, 6]);
+    let other = logits.roll(1, 0);
     for (case, value) in [
         ("cross_entropy", functional::cross_entropy(&logits, &targets)),
         ("cross_entropy_options", functional::cross_entropy_with(&logits, &targets, &options)),
-        ("mse_loss", functional::mse_loss(&logits, &logits.roll(1, 0))),
+        ("mse_loss", functional::mse_loss(&logits, &other)),
+        ("l1_loss", functional::l1_loss(&logits, &other)),
+        ("smooth_l1_loss", functional::smooth_l1_loss(&logits, &other, 0.5)),
+        ("binary_cross_entropy", functional::binary_cross_entropy(&logits.sigmoid(), &other.sigmoid())),
+        (
+            "binary_cross_entropy_with_logits",
+            functional::binary_cross_entropy_with_logits(&logits, &other.sigmoid()),
+        ),
+        ("nll_loss", functional::nll_loss(&logits.log_softmax(-1, None), &targets)),
+        ("kl_div", functional::kl_div(&logits.log_softmax(-1, None), &other.softmax(-1, None))),
         ("accuracy", functional::accuracy(&logits, &targets)),
         (
             "scaled_dot_product_attention",
@@ -425,6 +505,10 @@ fn losses_and_metrics_are_pytorchs() {
         assert_close(&value.unwrap(), &FIXTURE.get(case, "value"), case);
     }
     assert!(functional::cross_entropy(&logits, &targets.narrow(0, 0, 3)).is_err());
+    for loss in [functional::mse_loss, functional::l1_loss, functional::kl_div] {
+        let error = loss(&logits, &logits.narrow(0, 0, 1)).unwrap_err().to_string();
+        assert!(error.contains("targets have shape [1, 5]"), "{error}");
+    }
 }
 
 #[test]

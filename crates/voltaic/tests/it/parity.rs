@@ -21,8 +21,11 @@ const IMAGES: i64 = 16;
 const TEXTS: i64 = 4;
 const CONTEXT: i64 = 16;
 const VOCAB: i64 = 65;
+/// How far losses in float32 may be from PyTorch's by voltaic's kernels, which add up in another order: Adam divides what that
+/// changes of a small gradient by the gradient's own size. The largest difference found was 1.1e-5, by Adam after 11 steps.
+const FLOAT: f64 = 1e-4;
 /// How far the losses of a GPT may be from PyTorch's by voltaic's kernels in bfloat16, where the largest difference found was
-/// 2.3e-4. By libtorch's kernels, and in all else, it is 1e-5.
+/// 2.3e-4. By libtorch's kernels it is 1e-5.
 const GPT_BF16_MIXED: f64 = 1e-3;
 /// The same where the loss is a bfloat16, too: from one such number to the next.
 const GPT_BF16_TRUE: f64 = 1.0 / 128.0;
@@ -38,16 +41,26 @@ fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/parity").join(name)
 }
 
-/// The folder of what PyTorch computed on such a processor: the last bits of products are its maker's.
+/// The folder of what PyTorch computed on such a processor: the last bits of products depend on its maker and its vectors.
 pub fn recorded_here(folder: &str) -> PathBuf {
-    let maker = if voltaic::kernels::is_intel() { "intel" } else { "amd" };
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(folder).join(maker)
+    let processor = match voltaic::kernels::is_intel() {
+        true => "intel",
+        false if is_amd_avx2() => "amd_avx2",
+        false => "amd",
+    };
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(folder).join(processor)
 }
 
-/// Whether libtorch multiplies bfloat16 here as it did for the fixtures: with AVX512_BF16, without AMX.
+/// Whether this is an AMD processor without AVX-512.
+fn is_amd_avx2() -> bool {
+    !voltaic::kernels::is_intel() && !voltaic::kernels::has_avx512()
+}
+
+/// Whether libtorch multiplies bfloat16 here as it did for the fixtures: with AVX512_BF16 and without AMX, or with AVX2 on an
+/// AMD processor.
 fn has_recorded_products() -> bool {
     let has_amx = voltaic::kernels::is_intel() && std::env::var_os("ONEDNN_MAX_CPU_ISA").is_none();
-    voltaic::kernels::has_bf16_products() && !has_amx
+    is_amd_avx2() || voltaic::kernels::has_bf16_products() && !has_amx
 }
 
 /// The script's `images`.
@@ -200,11 +213,18 @@ fn matches_pytorch<N: Forward>(model: &str, net: N, batch: impl Fn(i64) -> Pair,
         let mut trainer = builder.build().unwrap(); // which may keep libtorch from AMX
         let tolerance = match is_precision {
             true if !has_recorded_products() => 1e-2,
+            // without AVX-512 convolutions in bfloat16 are voltaic's, which round sums in other places; a loss in bfloat16 is two
+            // such numbers off, as PyTorch's own from one processor to the other
+            true if is_amd_avx2() && model == "conv" => match variant.as_str() {
+                "bf16-true" => 1.0 / 64.0,
+                _ => 1e-2,
+            },
             // attention and GELU are voltaic's, which round sums in other places
             true if voltaic::ffi::has_attention_kernel() && model == "gpt" => match variant.as_str() {
                 "bf16-true" => GPT_BF16_TRUE,
                 _ => GPT_BF16_MIXED,
             },
+            _ if !plays(LIBTORCH) => FLOAT,
             _ => 1e-5,
         };
         trainer.fit(&mut module, &mut Loaders::new().train(train)).unwrap();
@@ -239,12 +259,7 @@ fn conv_net(class_path: &'static str) {
     matches_pytorch("conv", net, |step| images(step, &[IMAGES, 1, 28, 28]), class_path);
 }
 
-/// By voltaic's kernels, and by libtorch's in a process of its own.
 fn gpt(class_path: &'static str) {
-    if !plays(LIBTORCH) {
-        let text = text_of(&by_libtorch(LIBTORCH).output().unwrap());
-        assert!(text.contains("1 passed"), "{text}");
-    }
     let _rng = crate::rng::seeded(0);
     let config = GptConfig {
         vocab_size: VOCAB,
@@ -260,8 +275,13 @@ fn gpt(class_path: &'static str) {
 
 macro_rules! parity_tests {
     ($($name:ident: $model:ident, $class_path:literal;)*) => {$(
+        /// By voltaic's kernels, and by libtorch's in a process of its own.
         #[test]
         fn $name() {
+            if !plays(LIBTORCH) {
+                let text = text_of(&by_libtorch(LIBTORCH).output().unwrap());
+                assert!(text.contains("1 passed"), "{text}");
+            }
             $model($class_path);
         }
     )*};

@@ -73,7 +73,27 @@ fn a_panic_in_a_step_is_an_error_with_message_and_place_and_nothing_is_printed()
         ..Probe::default()
     });
     let text = error.to_string();
-    assert!(text.contains("cannot be multiplied") && !text.contains("Exception raised from"), "{text}");
+    let is_clean = !text.contains("Exception raised from") && !text.contains("unwrap");
+    assert!(
+        text.contains("panicked: libtorch: ") && text.contains("cannot be multiplied") && is_clean,
+        "{text}"
+    );
+    assert!(text.contains(" at tests/it/trainer_errors.rs:"), "{text}");
+}
+
+#[test]
+fn an_error_of_libtorch_names_the_users_line_in_a_backtrace() {
+    if !plays("backtrace") {
+        let output = own_process("backtrace").env("RUST_BACKTRACE", "1").output().unwrap();
+        text_of(&output);
+        return;
+    }
+    let (error, _) =
+        failure(Probe { train: Box::new(|net, _, _| Ok(net.weight.f_view([3, 7])?)), ..Probe::default() });
+    let text = error.to_string();
+    let expected = "on rank 0: tests/it/trainer_errors.rs:";
+    assert!(text.contains(expected) && text.contains(": libtorch: "), "{text}");
+    assert!(text.contains("shape '[3, 7]' is invalid") && text.lines().count() == 1, "{text}");
 }
 
 #[test]

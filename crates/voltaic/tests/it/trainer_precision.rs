@@ -123,10 +123,20 @@ fn sixteen_bits_on_an_hpu() {
     let by_plugin = [&deepspeed[..], &plugin, &["--trainer.precision=null"]].concat();
     let error = losses_on_hpu("32", &first, &by_plugin).unwrap_err();
     assert!(error.contains("fp8 not supported: FP8 not supported on Gaudi"), "{error}");
-    let error = losses_on_hpu("fp8", &[], &[]).unwrap_err();
-    let expected =
-        "`Trainer(accelerator='hpu', precision='fp8')` is not supported; use one of 32-true, 16-mixed";
-    assert!(error.contains(expected), "{error}");
+    let (_, printed) = losses_on_hpu("fp8", &[], &[]).unwrap();
+    assert!(
+        printed.contains("precision=fp8, but no layer of") && printed.contains("te::Linear"),
+        "{printed}"
+    );
+    let plugin = [
+        "--trainer.plugins=HPUPrecisionPlugin",
+        "--trainer.plugins.precision=fp8",
+        "--trainer.plugins.replace_layers=true",
+        "--trainer.plugins.recipe=DelayedScaling",
+        "--trainer.plugins.recipe.fp8_format=HYBRID",
+    ];
+    let (_, printed) = losses_on_hpu("null", &[], &plugin).unwrap();
+    assert!(!printed.contains("no layer of"), "{printed}");
 }
 
 #[test]

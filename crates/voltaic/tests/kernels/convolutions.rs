@@ -65,7 +65,9 @@ fn convolutions_agree_with_float64() {
         let dilation = [case.dilation; 2];
         let out = input.conv2d(&weight, Some(&bias), case.stride, case.padding, dilation, case.groups);
         assert_eq!(out.size()[0], batch);
-        for (kind, tolerance) in [(Kind::Float, 3e-6), (Kind::BFloat16, 0.02)] {
+        // without AVX-512 those of float32 are libtorch's, whose AVX2 adds up in longer chains: 3.6e-6 with 704 channels
+        let float = if voltaic::kernels::has_avx512() { 3e-6 } else { 5e-6 };
+        for (kind, tolerance) in [(Kind::Float, float), (Kind::BFloat16, 0.02)] {
             let given = [&input, &weight, &bias, &out.randn_like()].map(|tensor| tensor.to_kind(kind));
             let expected =
                 forward_and_grads(case, &given.each_ref().map(|tensor| tensor.to_kind(Kind::Double)));

@@ -262,7 +262,12 @@ fn first_line(text: &str) -> String {
 
 fn assert_both(test: &str, compute: fn() -> Results) {
     compare(test, compute, |both| {
-        both.lie_alike()?;
+        // without AVX-512 libtorch computes these without oneDNN, and gives the gradient of a weight of one pixel other strides
+        // for it; they say nothing of where numbers lie
+        let is_without_onednn = both.name.starts_with("conv 1 x 1") && both.name.contains("BFloat16");
+        if voltaic::kernels::has_avx512() || !is_without_onednn {
+            both.lie_alike()?;
+        }
         if both.name.contains("batch norm") && both.name.contains("heads") && both.name.contains("1], ") {
             return Ok(()); // libtorch takes the columns of such images for their channels
         }

@@ -16,6 +16,7 @@ mod products;
 mod semantics;
 #[path = "../support/silent.rs"]
 mod silent;
+mod steps;
 mod training;
 
 use tch::{Kind, Tensor};

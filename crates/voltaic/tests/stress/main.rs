@@ -8,6 +8,7 @@
 
 mod checkpoint;
 mod configuration;
+mod deepspeed;
 mod event_files;
 mod idx;
 mod mutate;

@@ -14,7 +14,7 @@ use crate::mutate::{mutated, of_words};
 use crate::{folder, stress};
 
 /// Instructions, and classes that are known.
-const WORDS: [&[u8]; 44] = [
+pub const WORDS: [&[u8]; 50] = [
     b"(",
     b"0",
     b"1",
@@ -59,6 +59,12 @@ const WORDS: [&[u8]; 44] = [
     b"ctorch\nFloatStorage\n",
     b"cpathlib\nPosixPath\n",
     b"c_codecs\nencode\n",
+    b"ctorch\nSize\n",
+    b"ctorch._tensor\n_rebuild_from_type_v2\n",
+    b"ctorch\nTensor\n",
+    b"cdeepspeed.runtime.zero.config\nZeroStageEnum\n",
+    b"cdeepspeed.utils.tensor_fragment\nfragment_address\n",
+    b"\x81",
 ];
 
 fn example() -> Value {
@@ -85,18 +91,19 @@ fn example() -> Value {
     ])
 }
 
-fn entries(archive: &[u8]) -> Vec<(String, Vec<u8>)> {
+pub fn entries(archive: &[u8]) -> Vec<(String, Vec<u8>)> {
     let mut zip = ZipArchive::new(Cursor::new(archive)).unwrap();
+    let count = zip.len();
     let read = |index: usize| {
         let mut entry = zip.by_index(index).unwrap();
         let mut bytes = Vec::new();
         std::io::copy(&mut entry, &mut bytes).unwrap();
         (entry.name().unwrap().to_string(), bytes)
     };
-    (0..5).map(read).collect()
+    (0..count).map(read).collect()
 }
 
-fn archive(entries: &[(String, Vec<u8>)], pickle: &[u8], rng: &mut StdRng) -> Vec<u8> {
+pub fn archive(entries: &[(String, Vec<u8>)], pickle: &[u8], rng: &mut StdRng) -> Vec<u8> {
     let mut zip = ZipWriter::new(Cursor::new(Vec::new()));
     let options = SimpleFileOptions::default().compression_method(CompressionMethod::Stored);
     for (name, bytes) in entries {

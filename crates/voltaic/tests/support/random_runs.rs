@@ -10,7 +10,7 @@ use voltaic::Module;
 use voltaic::callback::{Callback, EmaWeightAveragingConfig, StochasticWeightAveraging, WeightAveraging};
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::module::{CheckpointRequest, HookContext};
-use voltaic::trainer::TrainerBuilder;
+use voltaic::trainer::{ActivationCheckpointingConfig, ActivationMode, TrainerBuilder};
 
 /// The seeds that `VOLTAIC_FUZZ` names, one or a range.
 pub fn seeds(default: Range<u64>) -> Range<u64> {
@@ -49,6 +49,28 @@ pub fn loaders((samples, batch_size): (i64, usize), val: Option<(i64, usize)>) -
     match val {
         Some((samples, batch_size)) => loaders.val(of(samples, batch_size, 5.0).build().unwrap()),
         None => loaders,
+    }
+}
+
+/// What becomes of what checkpointed modules save.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Activations {
+    Recompute,
+    /// But for results of some operators.
+    Save,
+    Offload,
+}
+
+impl Activations {
+    /// Of the modules with a name.
+    pub fn of(self, modules: &str) -> ActivationCheckpointingConfig {
+        let save = if self == Self::Save { &["matmul", "attention", "tanh"][..] } else { &[] };
+        ActivationCheckpointingConfig {
+            modules: vec![modules.to_owned()],
+            mode: if self == Self::Offload { ActivationMode::Offload } else { ActivationMode::Recompute },
+            save: save.iter().map(|name| (*name).to_owned()).collect(),
+            budget: None,
+        }
     }
 }
 

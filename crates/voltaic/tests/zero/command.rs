@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 #[test]
 fn the_command_line_trains_and_resumes_with_divided_states() {
@@ -321,4 +322,143 @@ fn the_command_line_goes_on_from_one_file() {
     let states =
         |checkpoint: voltaic::checkpoint::Checkpoint| checkpoint.training.unwrap().optimizers.remove(0);
     crate::ranks::assert_same("states", &states(own), &states(expected));
+}
+
+/// From the command line: with optimizer and weights in files, as a file of DeepSpeed's, YAML and a name say it, losses are those of stage 3, and
+/// a run resumes.
+#[test]
+fn the_command_line_trains_with_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = r#"{
+        "zero_optimization": {
+            "stage": 3, "sub_group_size": 500000,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "fast", "buffer_count": 8, "pipeline_read": true, "pipeline_write": true},
+            "offload_param": {"device": "nvme", "nvme_path": "fast", "buffer_count": 2, "buffer_size": 1000000, "max_in_cpu": 0}
+        },
+        "aio": {"block_size": 262144, "queue_depth": 4, "thread_count": 2, "single_submit": true, "backend": "threads"}
+    }"#;
+    std::fs::write(folder.path().join("ds.json"), settings).unwrap();
+    let recipe = "trainer:
+  strategy:
+    class_path: DeepSpeedStrategy
+    init_args:
+      config:
+        zero_optimization:
+          stage: 3
+          offload_optimizer: {device: nvme, nvme_path: fast}
+          offload_param: {device: nvme, nvme_path: fast, buffer_count: 1, buffer_size: 1000000, max_in_cpu: 0}
+        aio: {block_size: 524288, queue_depth: 2}
+";
+    std::fs::write(folder.path().join("files.yaml"), recipe).unwrap();
+    let fit = |name: &str, epochs: u32, strategy: &[&str]| {
+        let name = format!("--trainer.logger.name={name}");
+        let epochs = format!("--trainer.max_epochs={epochs}");
+        let arguments = [
+            "fit",
+            "--seed_everything=5",
+            "--model=Mlp",
+            "--model.hidden_features=1024",
+            "--data=MnistData",
+            "--data.batch_size=2",
+            "--optimizer=AdamW",
+            "--trainer.accelerator=cpu",
+            "--trainer.devices=2",
+            "--trainer.limit_train_batches=3",
+            "--trainer.limit_val_batches=1",
+            "--trainer.log_every_n_steps=1",
+            "--trainer.logger=CSVLogger",
+            "--trainer.logger.save_dir=.",
+            &name,
+            &epochs,
+        ];
+        command_in(folder.path(), &[&arguments[..], strategy].concat())
+    };
+    let done = |(is_done, text): (bool, String)| {
+        assert!(is_done, "{text}");
+        text
+    };
+    let of = |name: &str| folder.path().join(name).join("version_0");
+    done(fit("whole", 2, &["--trainer.strategy=zero3"]));
+    let by_json = ["--trainer.strategy=DeepSpeedStrategy", "--trainer.strategy.config=ds.json"];
+    let by_yaml = ["--config=files.yaml"];
+    let text = done(fit("json", 2, &by_json));
+    assert!(text.contains("are moved by threads") && text.contains(" in files with buffers of "), "{text}");
+    assert_eq!(rows(&of("json")), rows(&of("whole")));
+    let text = done(fit("yaml", 1, &by_yaml));
+    assert!(text.contains(" in files with buffers of "), "{text}");
+    let saved = std::fs::read_dir(of("yaml").join("checkpoints")).unwrap();
+    let saved = saved.map(|entry| entry.unwrap().path()).next().unwrap();
+    let ckpt_path = format!("--ckpt_path={}", saved.display());
+    for (name, strategy) in [("yaml-yaml", &by_yaml[..]), ("yaml-json", &by_json)] {
+        done(fit(name, 2, &[strategy, &[&ckpt_path]].concat()));
+        assert_eq!(rows(&of(name)), rows(&of("whole")), "{name}");
+    }
+    // the name has DeepSpeed's folder, which not everybody can make
+    let path = Path::new("/local_nvme");
+    let was_there = path.exists();
+    let can_write = std::fs::create_dir_all(path).is_ok() && tempfile::tempfile_in(path).is_ok();
+    let (is_done, text) = fit("name", 2, &["--trainer.strategy=deepspeed_stage_3_offload_nvme"]);
+    if can_write {
+        assert!(is_done && text.contains(" in files with buffers of "), "{text}");
+        assert_eq!(rows(&of("name")), rows(&of("whole")));
+    } else {
+        assert!(!is_done && text.contains("/local_nvme") && text.contains("nvme_path"), "{text}");
+    }
+    if !was_there {
+        let _ = std::fs::remove_dir(path);
+    }
+    assert!(!folder.path().join("fast/zero_stage_3").exists(), "nothing is left after a run");
+}
+
+/// The most memory that a run has had before its end, in bytes: with weights and optimizer in files, and so many blocks.
+fn most_memory(folder: &Path, num_blocks: usize) -> usize {
+    let settings = r#"{"zero_optimization": {
+        "stage": 3, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 1000000,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "fast"},
+        "offload_param": {"device": "nvme", "nvme_path": "fast", "max_in_cpu": 0}
+    }}"#;
+    std::fs::write(folder.join("ds.json"), settings).unwrap();
+    let log = folder.join("log");
+    let mut run = Command::new(env!("CARGO_BIN_EXE_voltaic"))
+        .args(["fit", "--model=Gpt", "--model.n_embd=512", "--model.n_head=2", "--model.block_size=8"])
+        .arg(format!("--model.n_layer={num_blocks}"))
+        .args([
+            "--data=ShakespeareData",
+            "--data.context_length=8",
+            "--data.batch_size=1",
+            "--optimizer=AdamW",
+        ])
+        .args(["--trainer.accelerator=cpu", "--trainer.max_steps=1", "--trainer.limit_val_batches=0"])
+        .args(["--trainer.enable_checkpointing=false", "--trainer.logger=false"])
+        .args(["--trainer.strategy=DeepSpeedStrategy", "--trainer.strategy.config=ds.json"])
+        .env("OMP_NUM_THREADS", "1")
+        .current_dir(folder)
+        .stderr(std::fs::File::create(&log).unwrap())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let status = format!("/proc/{}/status", run.id());
+    let mut most = 0;
+    while run.try_wait().unwrap().is_none() {
+        let status = std::fs::read_to_string(&status).unwrap_or_default();
+        // the module is whole when the fit is over
+        if !std::fs::read_to_string(&log).unwrap().contains("held at most") {
+            let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap_or_default();
+            most = most.max(line.trim().trim_end_matches(" kB").parse::<usize>().unwrap_or(0) << 10);
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let text = std::fs::read_to_string(&log).unwrap();
+    assert!(run.wait().unwrap().success() && text.contains(" in files with buffers of "), "{text}");
+    most
+}
+
+/// The host has buffers for a block of the model, and no memory that grows with their number: neither before the fit nor in a step.
+#[test]
+fn the_command_trains_a_model_that_the_host_never_holds() {
+    let folder = tempfile::tempdir().unwrap();
+    let [one, many] = [1, 9].map(|num_blocks| most_memory(folder.path(), num_blocks));
+    let weights = 8 * 12 * 512 * 512 * 4; // of eight blocks, in float32
+    println!("{one} bytes with a block, {many} with nine");
+    assert!(many < one + weights / 2, "{one} bytes with a block, {many} with nine");
 }

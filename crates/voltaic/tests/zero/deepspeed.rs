@@ -180,14 +180,18 @@ impl LightningModule for Factors {
     }
 }
 
-/// lightning-habana's `test_lightning_model` without offload and checkpointing, beside what DeepSpeed 0.19.8 does: see
-/// fixtures/deepspeed/make_factors.py. 16 samples that all ranks see, two batches of two a step, in bfloat16, with a schedule whose
+/// lightning-habana's `test_lightning_model` with and without offload and checkpointing, which change no bit, beside what DeepSpeed 0.19.8
+/// does: see fixtures/deepspeed/make_factors.py. 16 samples that all ranks see, two batches of two a step, in bfloat16, with a schedule whose
 /// warm-up is longer than all of it.
 fn final_loss(ranks: usize, folder: &Path) {
     let peer: BTreeMap<String, Vec<f64>> =
         serde_json::from_str(include_str!("../fixtures/deepspeed/factors.json")).unwrap();
-    for stage in 1..=3 {
+    let cases = (1..=3).flat_map(|stage| {
+        [("none", false), ("cpu", false), ("none", true), ("cpu", true)].map(|with| (stage, with))
+    });
+    for (stage, (offload, checkpoints)) in cases {
         for (older, schedule) in [(false, "own"), (true, "older")] {
+            let params = if stage == 3 { offload } else { "none" };
             let settings = json!({
                 "train_batch_size": 4 * ranks, "train_micro_batch_size_per_gpu": 2,
                 "bf16": {"enabled": true}, "fp16": {"enabled": false},
@@ -196,7 +200,11 @@ fn final_loss(ranks: usize, folder: &Path) {
                     "warmup_type": "linear",
                 }},
                 "zero_allow_untested_optimizer": true, "zero_force_ds_cpu_optimizer": false,
-                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+                "zero_optimization": {
+                    "stage": stage, "stage3_param_persistence_threshold": 0,
+                    "offload_optimizer": {"device": offload}, "offload_param": {"device": params},
+                },
+                "activation_checkpointing": {"cpu_checkpointing": checkpoints},
             });
             let ones = |_| Times { weight: Parameter::new(Tensor::ones([10], CPU)) };
             let mut net = Factors { layers: (0..4).map(ones).collect(), older, losses: Mutex::default() };
@@ -204,13 +212,17 @@ fn final_loss(ranks: usize, folder: &Path) {
             let train = DataLoader::new(TensorDataset::new(data).unwrap()).batch_size(2).build().unwrap();
             let builder = silent(ranks, "auto", folder).accelerator("hpu").precision("bf16-mixed");
             let builder = builder.strategy(DeepSpeedStrategy::settings(settings)).fast_dev_run(10_u64);
-            let builder = builder.use_distributed_sampler(false).accumulate_grad_batches(2_u64);
+            let mut builder = builder.use_distributed_sampler(false).accumulate_grad_batches(2_u64);
+            if checkpoints {
+                builder = builder.activation_checkpointing(["Times"]);
+            }
             let mut trainer = builder.build().unwrap();
             trainer.fit(&mut net, &mut Loaders::new().train(train)).unwrap();
             let name = format!("stage {stage} {schedule}");
-            assert_eq!(net.losses.into_inner().unwrap(), peer[&name], "{name}, {ranks} ranks");
+            let case = format!("{name}, {ranks} ranks, offload {offload}, checkpoints {checkpoints}");
+            assert_eq!(net.losses.into_inner().unwrap(), peer[&name], "{case}");
             let last = trainer.metric("train_loss").unwrap();
-            assert!(!older || (last - 0.0164).abs() <= 4e-4, "{name}, {ranks} ranks: {last}");
+            assert!(!older || (last - 0.0164).abs() <= 4e-4, "{case}: {last}");
         }
     }
 }

@@ -4,15 +4,18 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde_json::{Value, json};
+use voltaic::callback::Callback;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
-use voltaic::module::{LightningModule, StepContext};
-use voltaic::optim::{AdamW, ExponentialLr, Interval, LrSchedulerSpec, Optimizers};
+use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::nn::ModuleExt;
+use voltaic::optim::{AdamW, ExponentialLr, Interval, LrSchedulerSpec, Optimizers, clip_grad_value};
 use voltaic::strategy::DeepSpeedStrategy;
 use voltaic::trainer::TrainerBuilder;
-use voltaic::{Module, Tensor};
+use voltaic::{Kind, Module, Tensor};
 
 use crate::models::{Batch, Small, numbers};
 use crate::ranks::{assert_same, on_ranks, silent, weights};
+use crate::values::host;
 
 /// The loss of a small network, a large part of it on some rank at some batch.
 #[derive(Module)]
@@ -174,4 +177,86 @@ fn all_stages_are_one_process() {
     for line in two {
         assert!(one.contains(&line), "{line}, not of {one:?}");
     }
+}
+
+/// Looks at the gradients that the optimizer has: of 16 bits, until they are clipped or written.
+struct Narrow {
+    /// Nothing rounds the weights when they are gathered.
+    are_whole: bool,
+}
+
+fn shown(ctx: &HookContext) -> Vec<Tensor> {
+    let groups = ctx.optimizers()[0].param_groups().iter();
+    let slices = groups.flat_map(|group| group.params()).map(|(_, slice)| slice.leaf().shallow_clone());
+    slices.filter(|slice| slice.grad().defined() && slice.numel() > 0).collect()
+}
+
+impl Callback for Narrow {
+    fn on_before_optimizer_step(
+        &mut self,
+        ctx: &mut HookContext,
+        _module: &dyn Module,
+    ) -> anyhow::Result<()> {
+        let slices = shown(ctx);
+        let kinds = |slices: &[Tensor]| slices.iter().map(|slice| slice.grad().kind()).collect::<Vec<_>>();
+        assert!(slices.iter().all(|slice| slice.kind() == Kind::Float));
+        assert_eq!(kinds(&slices), vec![Kind::BFloat16; slices.len()]);
+        let fqn = "net.second.weight";
+        let before = host(&ctx.full_grad(fqn)?.unwrap());
+        match ctx.global_step() {
+            1 => {
+                clip_grad_value(&slices, 1e-4)?;
+                let limited = before.clamp(-1e-4, 1e-4);
+                assert_ne!(limited, limited.to_kind(Kind::BFloat16).to_kind(Kind::Float));
+                assert_eq!(host(&ctx.full_grad(fqn)?.unwrap()), limited, "what was clipped is what there is");
+                assert_eq!(kinds(&slices), vec![Kind::Float; slices.len()]);
+            }
+            2 => {
+                let third = &before / 3.0;
+                ctx.set_full_grad(fqn, &third)?;
+                assert_eq!(host(&ctx.full_grad(fqn)?.unwrap()), third, "what is written is not rounded");
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn on_train_batch_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        for (fqn, weight) in module.named_parameters().into_iter().filter(|_| self.are_whole) {
+            let rounded = host(&ctx.full_fp32_param(&fqn)?).to_kind(Kind::BFloat16);
+            assert_eq!(host(&weight.try_tensor()?.detach()), rounded, "{fqn}");
+        }
+        Ok(())
+    }
+}
+
+/// The weights at the end are those without an offload, on the host and on devices.
+fn narrow(ranks: usize, folder: &Path, accelerator: &str) {
+    for stage in 1..=3 {
+        let run = |device: &str| {
+            let more = json!({"bf16": {"enabled": true}, "zero_optimization": {
+                "stage": stage, "stage3_param_persistence_threshold": 0, "offload_optimizer": {"device": device},
+            }});
+            let builder = deepspeed(ranks, folder, stage, more).accelerator(accelerator);
+            let builder = builder.callback(Narrow { are_whole: stage < 3 });
+            let mut net = Bursts::new((9, 0, 1.0));
+            builder.build().unwrap().fit(&mut net, &mut one_by_one(12)).unwrap();
+            weights(&net)
+        };
+        assert_same(&format!("stage {stage}"), &run("cpu"), &run("none"));
+    }
+}
+
+#[test]
+fn gradients_stay_in_16_bits_until_they_are_changed() {
+    on_ranks("half::gradients_stay_in_16_bits_until_they_are_changed", 2, |ranks, folder| {
+        narrow(ranks, folder, "cpu");
+    });
+}
+
+#[test]
+fn offloaded_gradients_stay_in_16_bits_until_they_are_changed() {
+    on_ranks("half::offloaded_gradients_stay_in_16_bits_until_they_are_changed", 2, |ranks, folder| {
+        narrow(ranks, folder, "hpu");
+    });
 }

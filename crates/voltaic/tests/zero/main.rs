@@ -9,6 +9,7 @@ mod lightning_module;
 mod ranks;
 
 mod averages;
+mod background;
 mod beyond;
 mod changes;
 #[path = "../support/checkpoint.rs"]
@@ -23,14 +24,22 @@ mod deepspeed;
 mod deferred;
 mod evaluation;
 mod faults;
+mod folders;
+mod frozen;
 mod fuzz;
+mod gaudi;
 mod half;
+#[path = "../support/heavy.rs"]
+mod heavy;
 mod ladder;
 mod large;
 mod leaf;
 mod memory;
 mod models;
 mod muon;
+mod nvme;
+mod offload;
+mod offload_states;
 mod one_file;
 mod optimizers;
 mod oracle;
@@ -50,7 +59,6 @@ mod signal;
 #[path = "../support/silent.rs"]
 mod silent;
 mod stage3;
-mod storage;
 mod touch;
 mod units;
 mod values;

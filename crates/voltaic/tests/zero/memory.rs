@@ -16,7 +16,7 @@ use voltaic::{Device, Kind, Module};
 use crate::models::{Batch, numbers};
 use crate::ranks::silent;
 
-const WIDTH: i64 = 512;
+pub const WIDTH: i64 = 512;
 const LAYERS: usize = 8;
 /// Elements of a layer's weight, above the default threshold of parameters that stay whole, and of all.
 const LAYER: f64 = (WIDTH * WIDTH) as f64;
@@ -24,13 +24,13 @@ const PSI: f64 = LAYER * LAYERS as f64;
 
 /// Layers whose activations take next to nothing.
 #[derive(Module)]
-struct Deep {
+pub struct Deep {
     layers: Vec<Linear>,
 }
 
 impl Deep {
     /// With biases; every other layer in bfloat16 if it is mixed.
-    fn new(has_biases: bool, is_mixed: bool) -> Self {
+    pub fn new(has_biases: bool, is_mixed: bool) -> Self {
         let layer = |index: usize| {
             let layer = Linear::builder(WIDTH, WIDTH).bias(has_biases).build().unwrap();
             if is_mixed && index % 2 == 1 {
@@ -42,7 +42,7 @@ impl Deep {
     }
 }
 
-lightning_module!(Deep, Batch, AdamW::new(0.01), |net, (x, _), _| {
+lightning_module!(Deep, Batch, AdamW::new(0.01).master_weights(true), |net, (x, _), _| {
     let mut x = x.shallow_clone();
     for layer in &net.layers {
         x = layer.call(&x.f_to_kind(layer.weight.kind())?)?;
@@ -102,12 +102,12 @@ fn formula(stage: u64, e: f64, n: f64) -> f64 {
     match stage {
         1 => 2.0 * e + states / n,
         2 => e + (e + states) / n,
-        _ => (2.0 * e + states) / n,
+        _ => (12.0 + e) / n, // master weights are all that there is of weights of 2 bytes
     }
 }
 
 /// What there is beside it for a while: in backward, the gradients of a layer and two that are on their way with this rank's parts
-/// (stage 1: this rank's parts of all), in stage 3 the weights of a layer; in a step, float32 gradients in place of those of 16 bits.
+/// (stage 1: this rank's parts of all), in stage 3 the weights of a layer; in a step, float32 gradients of a layer beside those of 16 bits.
 fn buffers(stage: u64, e: f64, n: f64) -> f64 {
     let layer = e / LAYERS as f64;
     let backward = match stage {
@@ -115,7 +115,7 @@ fn buffers(stage: u64, e: f64, n: f64) -> f64 {
         2 => (3.0 + 2.0 / n) * layer,
         _ => (4.0 + 2.0 / n) * layer,
     };
-    let step = (4.0 - e) / n + layer;
+    let step = 4.0 / LAYERS as f64 / n + layer;
     backward.max(step)
 }
 

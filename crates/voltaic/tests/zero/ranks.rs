@@ -75,12 +75,17 @@ fn start(test: &str, ranks: usize, folder: &Path, turn: usize) -> String {
 
 /// How a process ends that runs this test on so many ranks, with these variables.
 pub fn output(test: &str, ranks: usize, folder: &Path, variables: &[(&str, &str)]) -> Output {
+    process(test, ranks, folder).envs(variables.iter().copied()).output().unwrap()
+}
+
+/// A process that runs this test on so many ranks.
+pub fn process(test: &str, ranks: usize, folder: &Path) -> Command {
     // with another name the process would run nothing, and end well
     assert_eq!(std::thread::current().name(), Some(test));
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", test, "--include-ignored", "--nocapture", "--test-threads=1"]);
     command.env(RANKS, ranks.to_string()).env(FOLDER, folder).env("OMP_NUM_THREADS", "1");
-    command.envs(variables.iter().copied()).output().unwrap()
+    command
 }
 
 /// A trainer that prints nothing and writes nothing unless told to.

@@ -10,10 +10,11 @@ use voltaic::callback::Callback;
 use voltaic::ffi::is_in_backward;
 use voltaic::module::HookContext;
 use voltaic::nn::{
-    CallInterceptor, Callable, Forward, InterceptorLevel, Linear, ModuleExt, Next, Parameter, intercept_calls,
+    CallInterceptor, Callable, CheckpointStats, Forward, InterceptorLevel, Linear, ModuleExt, Next,
+    Parameter, intercept_calls,
 };
 use voltaic::optim::Sgd;
-use voltaic::trainer::TrainerBuilder;
+use voltaic::trainer::{ActivationCheckpointingConfig, TrainerBuilder};
 use voltaic::{Kind, Module, Tensor};
 
 use crate::checkpoint::{Checkpoint, Gradients};
@@ -133,6 +134,79 @@ fn segments_that_share_weights_train_as_plain_ones_or_say_why_not() {
             }
         },
     );
+}
+
+/// The trainer's own checkpoints: one graph, so that weights in common are no question. A recomputation's weights stay for the backward
+/// pass, which gathers as much as a plain one.
+#[test]
+fn modules_that_the_trainer_checkpoints_train_as_plain_ones() {
+    on_ranks("recompute::modules_that_the_trainer_checkpoints_train_as_plain_ones", 2, |ranks, folder| {
+        let with = |builder: TrainerBuilder, names: &[&str]| {
+            builder.activation_checkpointing(names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>())
+        };
+        let tower = |builder: TrainerBuilder| trained(builder.max_epochs(2), Tower::new(), loaders(24));
+        let twice =
+            |builder: TrainerBuilder| trained(builder.max_epochs(2), Tower::called_twice(), loaders(24));
+        let gpt = |builder: TrainerBuilder| trained(builder.max_epochs(2), gpt(), tokens(16));
+        let ddp = || silent(ranks, "ddp", folder);
+        let expected = [tower(ddp()), twice(ddp()), gpt(ddp())];
+        let mut before = CheckpointStats::of_thread().recomputed;
+        let names = [&["Block"][..], &["Linear"], &["blocks.0", "first"]];
+        for stage in ["ddp", "zero1", "zero2", "zero3"] {
+            let own = tower(with(silent(ranks, stage, folder), &["Block"]));
+            assert_same(stage, &own, &expected[0]);
+            let saving = |builder: TrainerBuilder| {
+                builder.activation_checkpointing(ActivationCheckpointingConfig {
+                    modules: vec!["Block".to_owned()],
+                    save: vec!["matmul".to_owned(), "attention".to_owned()],
+                    ..Default::default()
+                })
+            };
+            let saved = CheckpointStats::of_thread().saved_bytes;
+            assert_same(stage, &twice(saving(silent(ranks, stage, folder))), &expected[1]);
+            assert_same(stage, &gpt(saving(silent(ranks, stage, folder))), &expected[2]);
+            assert!(CheckpointStats::of_thread().saved_bytes > saved, "{stage}");
+        }
+        for (names, bounds) in
+            names.into_iter().flat_map(|names| [NONE, SOME, ALL].map(|bounds| (names, bounds)))
+        {
+            let what = format!("{names:?}, {bounds:?}");
+            let zero = |names| with(bounded(ranks, folder, bounds), names);
+            assert_same(&what, &tower(zero(names)), &expected[0]);
+            assert_same(&what, &twice(zero(names)), &expected[1]);
+            assert_same(&what, &gpt(zero(&["transformer.h.*", "lm_head"])), &expected[2]);
+            let now = CheckpointStats::of_thread().recomputed;
+            assert!(now > before, "{what}");
+            before = now;
+        }
+    });
+}
+
+#[test]
+fn a_checkpointed_step_gathers_as_much_as_a_plain_one() {
+    on_ranks("recompute::a_checkpointed_step_gathers_as_much_as_a_plain_one", 2, |ranks, folder| {
+        let gathered = |bounds: Bounds, names: &[&str]| {
+            let found = |epochs: i64| {
+                let names = names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+                let most = Arc::new(AtomicI64::new(0));
+                let whole = Whole { most: most.clone(), hooks: Mutex::default() };
+                let own = Batches { is_on: Arc::default(), all: true, none_stays: bounds == NONE };
+                let builder = bounded(ranks, folder, bounds).max_epochs(epochs).callback(own).callback(whole);
+                let mut trainer = builder.activation_checkpointing(names).build().unwrap();
+                trainer.fit(&mut Tower::new(), &mut loaders(240)).unwrap();
+                let traffic = trainer.world().group().unwrap().traffic();
+                (traffic.get("all_gather").copied().unwrap_or_default().1, most.load(Ordering::Relaxed))
+            };
+            let (twice, once) = (found(2), found(1));
+            (twice.0 - once.0, once.1)
+        };
+        let layer = 5 * 5 + 5;
+        for (bounds, whole) in [(NONE, 2 * layer), (ALL, (2 * BLOCKS as i64 + 1) * layer)] {
+            let (plain, own) = (gathered(bounds, &[]), gathered(bounds, &["Block"]));
+            assert!(plain.0.abs_diff(own.0) < 2048, "{bounds:?}: {} and {}", own.0, plain.0);
+            assert!(own.1 <= whole, "{bounds:?}: {} elements were whole", own.1);
+        }
+    });
 }
 
 const WAYS: [Gradients; 2] = [Gradients::Outer, Gradients::Nested];

@@ -5,9 +5,11 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use serde_json::{Value, json};
+use voltaic::checkpoint::Checkpoint;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
+use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::Parameter;
-use voltaic::optim::{AdamW, Sgd};
+use voltaic::optim::{AdamW, Optimizers, Sgd};
 use voltaic::strategy::DeepSpeedStrategy;
 use voltaic::trainer::TrainerBuilder;
 use voltaic::{Kind, Module, Tensor};
@@ -15,6 +17,7 @@ use voltaic::{Kind, Module, Tensor};
 use crate::models::{Batch, Small, numbers};
 use crate::ranks::{assert_within, on_ranks, silent, weights};
 use crate::resume::Saver;
+use crate::shards::SaveAfter;
 
 /// A weight whose gradient is the batch.
 #[derive(Module)]
@@ -191,6 +194,68 @@ fn weights_and_states_may_be_bfloat16_alone() {
             let mut net = Small::new();
             builder(ranks, folder, stage, &low).build().unwrap().fit(&mut net, &mut data()).unwrap();
             assert_within(&format!("stage {stage}"), &weights(&net), &weights(&expected), 0.0);
+        }
+    });
+}
+
+/// AdamW whose states are float32 in any case.
+#[derive(Module)]
+struct FloatStates {
+    net: Small,
+}
+
+impl LightningModule for FloatStates {
+    type Batch = Batch;
+
+    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        self.net.loss(x, y)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        Ok(Optimizers::new(AdamW::new(0.01)).with_float32_states())
+    }
+}
+
+/// DeepSpeed's `bf16_master_weights_and_grads` and `fp16_master_weights_and_grads`: weights and gradients of 16 bits alone, moments in
+/// float32; in folders, too.
+#[test]
+fn master_weights_may_be_of_16_bits_beside_states_in_float32() {
+    on_ranks("reduction::master_weights_may_be_of_16_bits_beside_states_in_float32", 2, |ranks, folder| {
+        let data = || {
+            let data = TensorDataset::new((numbers(&[24, 5], 3.0), numbers(&[24, 3], 4.0))).unwrap();
+            Loaders::new().train(DataLoader::new(data).batch_size(2).build().unwrap())
+        };
+        let bf16 = json!({"enabled": true, "bf16_master_weights_and_grads": true});
+        let fp16 = json!({"enabled": true, "fp16_master_weights_and_grads": true, "loss_scale": 1.0});
+        for (section, keys, precision, kind) in
+            [("bf16", bf16, "bf16-true", Kind::BFloat16), ("fp16", fp16, "16-true", Kind::Half)]
+        {
+            let mut expected = FloatStates { net: Small::new() };
+            let ddp = silent(ranks, "ddp", folder).precision(precision).max_epochs(1);
+            ddp.build().unwrap().fit(&mut expected, &mut data()).unwrap();
+            let expected = weights(&expected.net);
+            for stage in 1..=3 {
+                let low =
+                    json!({section: keys, "zero_optimization": {"stage3_param_persistence_threshold": 0}});
+                let path = folder.join(format!("{section}-{stage}.ckpt"));
+                let (what, mut net) = (format!("{section}, stage {stage}"), Small::new());
+                let saves = builder(ranks, folder, stage, &low).callback(SaveAfter(2, path.clone()));
+                let mut trainer = saves.build().unwrap();
+                trainer.fit(&mut net, &mut data()).unwrap();
+                assert_within(&what, &weights(&net), &expected, 0.0);
+                trainer.world().barrier().unwrap();
+                let saved = Checkpoint::load(&path).unwrap();
+                assert!(saved.weights.iter().all(|(_, weight)| weight.kind() == kind), "{what}");
+                let states = &saved.training.unwrap().optimizers[0];
+                let is_float = |(name, state): &(String, Tensor)| {
+                    state.kind() == Kind::Float && !name.starts_with("master_param")
+                };
+                assert!(states.len() == 12 && states.iter().all(is_float), "{what}");
+                let mut net = Small::new();
+                let mut resumed = builder(ranks, folder, stage, &low).build().unwrap();
+                resumed.ckpt_path(&path).fit(&mut net, &mut data()).unwrap();
+                assert_within(&format!("{what}, resumed"), &weights(&net), &expected, 0.0);
+            }
         }
     });
 }

@@ -60,7 +60,7 @@ pub fn sorted(mut tensors: Vec<(String, Tensor)>) -> Vec<(String, Tensor)> {
 }
 
 /// Asserts that two checkpoints have the same weights and states of optimizers.
-fn assert_alike(what: &str, own: &Checkpoint, expected: &Checkpoint) {
+pub fn assert_alike(what: &str, own: &Checkpoint, expected: &Checkpoint) {
     let copies = |tensors: &[(String, Tensor)]| {
         sorted(tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect())
     };

@@ -27,7 +27,7 @@ fn names(module: &dyn Module) -> Vec<(String, Vec<i64>)> {
     trained.map(|(fqn, parameter)| (fqn, parameter.size())).collect()
 }
 
-fn host(tensor: &Tensor) -> Tensor {
+pub fn host(tensor: &Tensor) -> Tensor {
     tensor.to_device(tch::Device::Cpu)
 }
 

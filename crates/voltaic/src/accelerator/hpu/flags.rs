@@ -44,7 +44,7 @@ const NO_EFFECT: &str = "none on emulated HPUs";
 const HANDED_ON: &str = "none on emulated HPUs; handed to the plugin";
 
 #[rustfmt::skip]
-const FLAGS: [Flag; 30] = [
+const FLAGS: [Flag; 32] = [
     Flag { name: "VOLTAIC_HPU", kind: Kind::Word(&["auto", "gaudi", "emulator"]), default: "auto", effect: "what hpu means; auto: Gaudi cards if there are any, else emulated ones" },
     Flag { name: "VOLTAIC_HPU_GENERATION", kind: Kind::Word(&["gaudi", "gaudi2", "gaudi3"]), default: "gaudi2", effect: "generation of the emulated cards: their memory and dtypes" },
     Flag { name: "VOLTAIC_HPU_DEVICES", kind: Kind::Number(1, MAX_HPUS as u64), default: "8", effect: "number of emulated cards" },
@@ -70,17 +70,18 @@ const FLAGS: [Flag; 30] = [
     Flag { name: "PT_HPU_AUTOCAST_FP32_OPS_LIST", kind: Kind::Text, default: "the 49 default operators", effect: "file with the operators that autocast lets compute in float32, one a line" },
     Flag { name: "LOWER_LIST", kind: Kind::Text, default: "none", effect: "older name of PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST" },
     Flag { name: "FP32_LIST", kind: Kind::Text, default: "none", effect: "older name of PT_HPU_AUTOCAST_FP32_OPS_LIST" },
-    Flag { name: "HABANA_LOGS", kind: Kind::Text, default: "~/.habana_logs", effect: "none on emulated HPUs, which write no files; handed to the plugin" },
+    Flag { name: "HABANA_LOGS", kind: Kind::Text, default: "~/.habana_logs", effect: "folder of fp8 measurements, unless fp8_data_path names one; emulated HPUs write nothing else there; handed to the plugin" },
     Flag { name: "LOG_LEVEL_ALL", kind: Kind::Number(0, 6), default: "4", effect: HANDED_ON },
     Flag { name: "HABANA_PROFILE", kind: Kind::Text, default: "profile_api_light", effect: HANDED_ON },
+    Flag { name: "PT_TE_FORCE_SR_BWD", kind: Kind::Switch, default: "with HYBRID", effect: "whether fp8 rounds gradients at random" },
+    Flag { name: "QUANT_CONFIG", kind: Kind::Text, default: "by the plugin's quant", effect: "JSON file with the settings of fp8 inference, unless the plugin's quant is a file or a mapping" },
     Flag { name: DISABLE_TENSOR_CACHE, kind: Kind::Switch, default: "0", effect: "1: calls of a graph give tensors of their own" },
     Flag { name: "GC_KERNEL_PATH", kind: Kind::Text, default: "searched for", effect: "libtpc_kernels.so; set before the plugin is loaded" },
 ];
 
 /// Variables of Habana's software that are not supported, whatever they say, and why.
 #[rustfmt::skip]
-const NOT_SUPPORTED: [(&str, &str); 17] = [
-    ("QUANT_CONFIG", "fp8 is not quantized by Intel Neural Compressor; see trainer.precision"),
+const NOT_SUPPORTED: [(&str, &str); 15] = [
     ("PT_HPU_METRICS_FILE", METRICS),
     ("HABANA_PT_METRICS_FILE", METRICS),
     ("PT_HPU_METRICS_FILE_FORMAT", METRICS),
@@ -96,7 +97,6 @@ const NOT_SUPPORTED: [(&str, &str); 17] = [
     ("PT_HPU_WEIGHT_SHARING", PYTHON),
     ("PT_HPU_EMULATE_DISTRIBUTED", PYTHON),
     ("PT_HPU_EMULATE_DISTRIBUTED_SINGLE_RANK", PYTHON),
-    ("PT_TE_FORCE_SR_BWD", PYTHON),
 ];
 
 const METRICS: &str = "Habana's Python package writes it; use a logger, or trainer.profiler=hpu";
@@ -367,7 +367,7 @@ mod tests {
             "PT_HPU_LAZY_MODE" | "PT_HCCL_MEMORY_ALLOWANCE_MB" => Some("1".to_owned()),
             "HABANA_PROFILE" => Some("profile_api".to_owned()),
             "PT_HPU_RECIPE_CACHE_CONFIG" => Some("recipes/,true,1024".to_owned()),
-            "HABANA_LOGS" => Some("/logs".to_owned()),
+            "HABANA_LOGS" => Some("/logs".to_owned()), // fp8 measurements
             "VOLTAIC_HPU_MEMORY" => Some("1GiB".to_owned()),
             _ => None,
         };
@@ -378,7 +378,6 @@ mod tests {
                 "PT_HPU_LAZY_MODE=1",
                 "PT_HCCL_MEMORY_ALLOWANCE_MB=1",
                 "PT_HPU_RECIPE_CACHE_CONFIG=recipes/,true,1024",
-                "HABANA_LOGS=/logs",
                 "HABANA_PROFILE=profile_api"
             ]
         );
@@ -390,7 +389,7 @@ mod tests {
         let names = [
             "PT_HPU_LAZYMODE",
             "PT_HPU_LAZY_MODE",
-            "QUANT_CONFIG",
+            "PT_HPU_AUTOLOAD",
             "HABANA_VISIBLE_DEVICES",
             "PT_HPU_METRICS_FILE",
             "HABANA_QX",
@@ -401,9 +400,9 @@ mod tests {
         assert_eq!(unknown.len(), 4, "{unknown:#?}");
         for (found, expected) in unknown.iter().zip([
             "HABANA_QX is unknown",
+            "PT_HPU_AUTOLOAD is not supported: it is for Habana's Python package",
             "PT_HPU_LAZYMODE is unknown; did you mean PT_HPU_LAZY_MODE",
             "PT_HPU_METRICS_FILE is not supported: Habana's Python package writes it",
-            "QUANT_CONFIG is not supported: fp8",
         ]) {
             assert!(found.starts_with(expected), "{found}");
         }

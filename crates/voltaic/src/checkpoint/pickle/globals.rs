@@ -11,13 +11,19 @@ pub(super) enum Global {
     Dict,
     /// An object whose attributes are entries.
     Namespace,
+    /// An object whose attributes are entries, and whose arguments do not count.
+    Opaque,
     List,
     Tuple,
     /// `torch._utils._rebuild_tensor_v2`: storage, offset, size, stride, ...
     Tensor,
     /// `torch._utils._rebuild_tensor_v3`: as the above, with the dtype at place 6.
     TypedTensor,
-    /// Gives its first argument.
+    /// `torch._tensor._rebuild_from_type_v2`: a function with the arguments at place 2, and attributes, which do not count.
+    WithAttributes,
+    /// The class of a tensor, which is not called itself.
+    TensorClass,
+    /// Gives its first argument: a parameter's tensor, the value of an enumeration.
     First,
     /// `torch.FloatStorage` and so on; none for bytes.
     Storage(Option<Kind>),
@@ -43,12 +49,17 @@ pub(super) fn find(module: &str, name: &str) -> Option<Global> {
             "AttributeDict",
         ) => Global::Dict,
         ("argparse", "Namespace") => Global::Namespace,
+        ("deepspeed.runtime.zero.config", "ZeroStageEnum") => Global::First,
+        // loss scalers, addresses of fragments, its configuration: their attributes are data
+        (module, _) if module.starts_with("deepspeed.") => Global::Opaque,
         ("builtins" | "__builtin__", "list" | "set" | "frozenset") => Global::List,
         ("builtins" | "__builtin__", "tuple") | ("torch", "Size") => Global::Tuple,
         ("builtins" | "__builtin__", "bytes" | "bytearray") => Global::Bytes,
         ("torch._utils", "_rebuild_tensor_v2" | "_rebuild_tensor") => Global::Tensor,
         ("torch._utils", "_rebuild_tensor_v3") => Global::TypedTensor,
-        ("torch._utils", "_rebuild_parameter") => Global::First,
+        ("torch._tensor", "_rebuild_from_type_v2") => Global::WithAttributes,
+        ("torch", "Tensor") | ("torch.nn.parameter", "Parameter") => Global::TensorClass,
+        ("torch._utils", "_rebuild_parameter" | "_rebuild_parameter_with_state") => Global::First,
         ("torch.storage", "UntypedStorage") | ("torch", "UntypedStorage") => Global::Storage(None),
         ("torch", "device") => Global::Device,
         ("_codecs", "encode") => Global::Encode,

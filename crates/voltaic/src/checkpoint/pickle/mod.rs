@@ -11,4 +11,4 @@ mod writer;
 pub(super) use reader::{Stored, read};
 pub(super) use writer::write;
 
-pub use value::Value;
+pub use value::{Object, Value};

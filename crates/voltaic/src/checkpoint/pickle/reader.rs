@@ -383,9 +383,24 @@ impl Machine<'_, '_> {
                 };
                 Node::Dict { entries, is_namespace: global == Global::Namespace }
             }
+            Global::Opaque => Node::Dict { entries: Vec::new(), is_namespace: true },
             Global::List => Node::List(first.and_then(|id| self.items(id)).unwrap_or_default().to_vec()),
             Global::Tuple => Node::Tuple(first.and_then(|id| self.items(id)).unwrap_or_default().to_vec()),
             Global::Tensor | Global::TypedTensor => Node::Tensor(self.tensor(global, &arguments)?),
+            Global::WithAttributes => {
+                let (function, inner) = match arguments[..] {
+                    [function, _, inner, ..] => (&self.nodes[function], self.items(inner)),
+                    _ => return Err("a tensor with attributes has too few arguments".to_owned()),
+                };
+                match (function, inner) {
+                    (&Node::Global(function @ (Global::Tensor | Global::TypedTensor)), Some(inner)) => {
+                        let inner = inner.to_vec();
+                        self.budget.take(size_of_val(&inner[..]))?;
+                        Node::Tensor(self.tensor(function, &inner)?)
+                    }
+                    _ => return Err("a tensor with attributes is made by another function".to_owned()),
+                }
+            }
             Global::First => return self.push_id(first.ok_or("a parameter without a tensor")?),
             Global::Device => {
                 let kind = first.and_then(text).ok_or("a device without a name")?;
@@ -409,7 +424,7 @@ impl Machine<'_, '_> {
                 let path: std::path::PathBuf = parts.iter().collect();
                 Node::Text(path.to_string_lossy().into_owned())
             }
-            Global::Bytes | Global::Storage(_) | Global::Dtype(..) => {
+            Global::Bytes | Global::Storage(_) | Global::Dtype(..) | Global::TensorClass => {
                 return Err(format!("it calls {global:?}, which is refused, since only plain data is read"));
             }
         };

@@ -25,6 +25,27 @@ pub enum Value {
     Dict(Vec<(Value, Value)>),
     /// A tensor on the CPU.
     Tensor(Tensor),
+    /// What Python makes of a class when it reads the file. Only written: a reader gives the data of it.
+    Object(Object),
+}
+
+/// An instance of a Python class, or the class itself.
+#[derive(Debug)]
+pub struct Object {
+    pub(super) module: &'static str,
+    pub(super) name: &'static str,
+    pub(super) made: Made,
+}
+
+/// How an [`Object`] is made.
+#[derive(Debug)]
+pub(super) enum Made {
+    /// It is the class or value that has the name.
+    Named,
+    /// The class is called with these arguments.
+    Called(Vec<Value>),
+    /// The class makes an instance, which gets these attributes.
+    Built(Vec<(Value, Value)>),
 }
 
 impl Value {
@@ -81,6 +102,27 @@ impl Value {
         Self::Dict(entries.into_iter().map(|(key, value)| (Self::Text(key.into()), value)).collect())
     }
 
+    /// A shape, as `torch.Size`.
+    pub(in crate::checkpoint) fn size(shape: &[i64]) -> Self {
+        let sizes = Self::Tuple(shape.iter().map(|&size| Self::Int(size)).collect());
+        Self::Object(Object { module: "torch", name: "Size", made: Made::Called(vec![sizes]) })
+    }
+
+    /// What has a name in Python, such as `torch.float16`.
+    pub(in crate::checkpoint) fn named(module: &'static str, name: &'static str) -> Self {
+        Self::Object(Object { module, name, made: Made::Named })
+    }
+
+    /// An instance with these attributes.
+    pub(in crate::checkpoint) fn built<const N: usize>(
+        module: &'static str,
+        name: &'static str,
+        attributes: [(&str, Value); N],
+    ) -> Self {
+        let attributes = attributes.map(|(key, value)| (Self::Text(key.to_owned()), value));
+        Self::Object(Object { module, name, made: Made::Built(attributes.into()) })
+    }
+
     /// As JSON; tensors of one element are numbers, tuples are lists, numbers that are not finite are text.
     ///
     /// # Errors
@@ -123,6 +165,7 @@ impl Value {
                 Some(value) => float(value),
                 None => return Err(format!("a tensor of shape {:?}", tensor.size())),
             },
+            Self::Object(Object { module, name, .. }) => return Err(format!("an object of {module}.{name}")),
         })
     }
 

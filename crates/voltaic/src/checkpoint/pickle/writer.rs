@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use tch::Tensor;
 
-use super::value::Value;
+use super::value::{Made, Object, Value};
 use crate::dtype::DtypeNames;
 
 /// A pickle, and the tensors whose elements belong into its storages `0`, `1`, ...
@@ -70,6 +70,28 @@ impl Writer {
                 self.out.push(b'u');
             }
             Value::Tensor(tensor) => self.tensor(tensor)?,
+            Value::Object(object) => self.object(object)?,
+        }
+        Ok(())
+    }
+
+    fn object(&mut self, Object { module, name, made }: &Object) -> Result<(), String> {
+        self.global(module, name);
+        match made {
+            Made::Named => {}
+            Made::Called(arguments) => {
+                self.out.push(b'(');
+                arguments.iter().try_for_each(|argument| self.value(argument))?;
+                self.out.extend(b"tR");
+            }
+            Made::Built(attributes) => {
+                self.out.extend(b")\x81}(");
+                for (key, value) in attributes {
+                    self.value(key)?;
+                    self.value(value)?;
+                }
+                self.out.extend(b"ub");
+            }
         }
         Ok(())
     }

@@ -17,7 +17,7 @@ use crate::checkpoint::format::{
 };
 use crate::checkpoint::stream::{Planned, bytes_of};
 use crate::distributed::{ProcessGroup, collective_scope};
-use crate::error::{Error, Problem, Result};
+use crate::error::{CheckpointError, Error, Problem, Result};
 
 /// So many bytes travel together.
 const PIECE: usize = 4 << 20;
@@ -115,14 +115,30 @@ fn with_others<T>(
     done.map_err(|problem| not_saved(path, problem))
 }
 
-/// What one rank did ends all ranks, if it has failed.
+/// What this rank has done, if all ranks could do theirs; else the first error of a rank, on all.
 ///
 /// # Collective
 /// All ranks must call it.
-pub(in crate::checkpoint) fn as_on_all(done: Result<()>, group: &ProcessGroup, path: &Path) -> Result<()> {
-    let own = done.err().map(|error| of_rank(group.rank(), error));
-    let failed = group.all_gather_object(&own)?.into_iter().flatten().next();
-    failed.map_or(Ok(()), |problem| Err(not_saved(path, problem)))
+pub(in crate::checkpoint) fn as_on_all<T>(done: Result<T>, group: &ProcessGroup, path: &Path) -> Result<T> {
+    let _named = collective_scope("checkpoint");
+    let (done, own) = match done {
+        Ok(done) => (Some(done), None),
+        Err(Error::Checkpoint(CheckpointError::OnRanks { path, problem, .. })) => {
+            (None, Some((path, problem)))
+        }
+        Err(error) => (None, Some((path.to_path_buf(), of_rank(group.rank(), error)))),
+    };
+    let failed = match (group.all_gather_object(&own), own) {
+        (Err(_), Some(own)) => Some(own), // the other ranks are gone
+        (all, _) => all?.into_iter().flatten().next(),
+    };
+    match (failed, done) {
+        (None, Some(done)) => Ok(done),
+        (failed, _) => {
+            let (path, problem) = failed.unwrap_or_else(|| (path.to_path_buf(), Problem::new("", "")));
+            Err(not_saved(&path, problem))
+        }
+    }
 }
 
 /// What rank 0 did ends all ranks, if it has failed.

@@ -2,8 +2,9 @@
 //!
 //! `write` writes the parts of a rank, and `folder` commits the folder by a rename when all ranks are done. `index` lists which rank's
 //! file has which chunks of each tensor; `read` reads any chunk of any tensor by it, for any number of ranks. `gather` makes one
-//! file from the parts instead.
+//! file from the parts instead, and `divide` parts of a whole checkpoint.
 
+pub(super) mod divide;
 pub(super) mod folder;
 pub(super) mod gather;
 mod index;

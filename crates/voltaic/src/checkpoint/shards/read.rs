@@ -101,17 +101,6 @@ impl Opened {
     }
 }
 
-/// Whether a folder has what DeepSpeed writes: the name of the newest state, its script, or states of ranks.
-fn is_of_deepspeed(folder: &Path) -> bool {
-    let is_one = |name: &str| {
-        let is_state =
-            ["mp_rank_", "zero_pp_rank_", "bf16_zero_pp_rank_"].iter().any(|start| name.starts_with(start));
-        is_state || matches!(name, "latest" | "zero_to_fp32.py")
-    };
-    let mut entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    entries.any(|entry| entry.file_name().to_str().is_some_and(is_one))
-}
-
 impl Shards {
     /// Reads the index.
     ///
@@ -120,13 +109,6 @@ impl Shards {
     pub(crate) fn open(folder: &Path) -> Result<Self> {
         let name = folder.join(INDEX);
         if !name.exists() {
-            if is_of_deepspeed(folder) {
-                let what = "it is a DeepSpeed checkpoint, whose parts only DeepSpeed puts together";
-                let remedy = "run `python zero_to_fp32.py . OUTPUT` in that folder, where DeepSpeed has left the script, and \
-                              convert the pytorch_model.bin that it writes";
-                let problem = Problem::new(what, remedy);
-                return Err(CheckpointError::Unreadable { path: folder.to_path_buf(), problem }.into());
-            }
             let what = format!("it is a folder without {INDEX}, so no checkpoint, or not a whole one");
             return Err(unreadable(folder, what));
         }

@@ -20,7 +20,7 @@ use crate::checkpoint::format::{
     OWN, cannot_hold, check_names, check_unique, dtype, later_than_all, metadata_at, shared_tensors,
     tensors_of_rank,
 };
-use crate::checkpoint::stream::{BLOCK, Planned, bytes_of, patch, write_tensors};
+use crate::checkpoint::stream::{BLOCK, Planned, bytes_of, of_size, patch, write_tensors};
 use crate::distributed::ProcessGroup;
 use crate::error::{CheckpointError, Error, Problem, Result};
 
@@ -102,11 +102,11 @@ pub(crate) fn save(checkpoint: &Checkpoint, group: &ProcessGroup, path: &Path) -
 }
 
 /// The error of all ranks.
-pub(super) fn not_saved(path: &Path, problem: Problem) -> Error {
+pub(in crate::checkpoint) fn not_saved(path: &Path, problem: Problem) -> Error {
     CheckpointError::OnRanks { action: "save", path: path.to_path_buf(), problem }.into()
 }
 
-pub(super) fn of_rank(rank: usize, error: Error) -> Problem {
+pub(in crate::checkpoint) fn of_rank(rank: usize, error: Error) -> Problem {
     let Problem { what, remedy } = error.into_problem("look at the file system of this rank");
     Problem::new(format!("rank {rank}: {what}"), remedy)
 }
@@ -202,7 +202,7 @@ fn write_own(checkpoint: &Checkpoint, folder: &Path, owner: &Owner) -> Result<(F
     let path = folder.join(file_name(owner.rank));
     let planned: Vec<Planned> = tensors.iter().map(|own| own.planned.clone()).collect();
     let file = write_rank_file(create(&path)?, &planned, owner, &mut |index| bytes_of(tensors[index].values))
-        .map_err(|e| Error::io("write", &path, e))?;
+        .map_err(|e| Error::io("write", &path, of_size(e, &planned)))?;
     Ok((file, report(checkpoint, &tensors)))
 }
 
@@ -341,6 +341,23 @@ fn index_of(
     }
     index.finish(usize::MAX).map_err(|what| Problem::new(what, SAVE_PARTS))?;
     Ok(index)
+}
+
+/// Saves the parts of all ranks, which one process has; see [`save`].
+///
+/// # Errors
+/// If the folder cannot be written, or the parts are not all of each tensor once.
+pub(in crate::checkpoint) fn save_ranks(all: &[Checkpoint], path: &Path) -> Result<()> {
+    let not_saved = |problem: Problem| not_saved(path, problem);
+    let mut temporary = Temporary::make(path).map_err(not_saved)?;
+    let write = |(rank, checkpoint)| {
+        let owner = Owner { id: temporary.id.clone(), rank, ranks: all.len() };
+        write_own(checkpoint, &temporary.path, &owner)
+    };
+    let written = all.iter().enumerate().map(write).collect::<Result<Vec<_>>>()?;
+    let (files, reports) = written.into_iter().unzip();
+    let index = index_of(&all[0], files, reports, temporary.id.clone()).map_err(not_saved)?;
+    temporary.place(&index, path)
 }
 
 /// Writes the files of all ranks in one process. Returns the text of the index.

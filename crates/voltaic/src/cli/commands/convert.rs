@@ -1,4 +1,4 @@
-//! `convert`: checkpoints of voltaic, Lightning, PyTorch and safetensors into each other.
+//! `convert`: checkpoints of voltaic, Lightning, DeepSpeed, PyTorch and safetensors into each other.
 
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
@@ -9,8 +9,9 @@ use std::time::Duration;
 use signal_hook::low_level;
 
 use crate::checkpoint::{
-    Checkpoint, ReadLimits, Shards, export_weights, from_hugging_face, is_folder, read_torch_within,
-    read_within, remove_leftovers, remove_unfinished, to_hugging_face, use_master_weights, write_torch,
+    Checkpoint, DeepSpeedRead, DeepSpeedWrite, ReadLimits, Shards, export_weights, from_hugging_face,
+    is_deepspeed, is_folder, read_deepspeed, read_torch_within, read_within, remove_leftovers,
+    remove_unfinished, to_hugging_face, use_master_weights, write_deepspeed, write_folder, write_torch,
     write_weights,
 };
 use crate::cli::args::{ConvertArgs, Format, Names};
@@ -70,26 +71,33 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
         Some("pt" | "pth" | "bin") => Some(Format::StateDict),
         _ => None,
     };
-    let is_folder = is_folder(input);
+    let is_deepspeed = is_deepspeed(input);
+    let is_folder = is_folder(input) && !is_deepspeed;
     let is_of_weights = |format: Format| matches!(format, Format::Safetensors | Format::StateDict);
     let chosen = arguments.to.or(by_extension);
+    refuse_unused(arguments, is_deepspeed)?;
     if is_folder && arguments.names.is_none() && chosen == Some(Format::Safetensors) {
         return export(arguments, limits);
     }
-    let is_torch = !is_folder && starts_with_zip(input)?;
-    let Converted { value: mut checkpoint, mut notes } = if is_folder {
-        read_folder(arguments, limits, arguments.weights_only || chosen.is_some_and(is_of_weights))?
+    let is_torch = !is_folder && !is_deepspeed && starts_with_zip(input)?;
+    let weights_only = arguments.weights_only || chosen.is_some_and(is_of_weights);
+    let Converted { value: mut checkpoint, mut notes } = if is_deepspeed {
+        read_deepspeed(input, &how_to_read(arguments, weights_only)?)?
+    } else if is_folder {
+        read_folder(arguments, limits, weights_only)?
     } else if is_torch || !is_safetensors(input)? {
         let names = arguments.param_names.as_deref().map(read_lines).transpose()?;
         from_lightning(&read_torch_within(input, limits)?, names.as_deref(), arguments.weights_only)?
     } else {
         Converted { value: Checkpoint::load(input)?, notes: Vec::new() }
     };
+    let is_folder = is_folder || is_deepspeed;
     // a folder is more often converted to one file of voltaic than to a file for Lightning
     let format = chosen.unwrap_or(if is_torch || is_folder { Format::Voltaic } else { Format::Lightning });
     // a run that resumes reads its master weights from the training state
-    let is_resumed = format == Format::Voltaic && !arguments.weights_only;
-    if !is_resumed && !arguments.no_master_weights {
+    let has_masters =
+        matches!(format, Format::Voltaic | Format::Folder | Format::DeepSpeed | Format::Universal);
+    if (arguments.weights_only || !has_masters) && !arguments.no_master_weights {
         let replaced = use_master_weights(&mut checkpoint, &|_| true)?;
         notes.extend(of_masters(replaced, checkpoint.weights.len()));
     }
@@ -106,6 +114,13 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
     }
     match format {
         Format::Voltaic => checkpoint.save(output)?,
+        Format::Folder => write_folder(&checkpoint, output, partitions_of(arguments, &checkpoint))?,
+        Format::DeepSpeed | Format::Universal => {
+            let partitions = partitions_of(arguments, &checkpoint);
+            let is_universal = format == Format::Universal;
+            let how = DeepSpeedWrite { is_universal, ..how_to_write(arguments, partitions, is_deepspeed) };
+            notes.extend(write_deepspeed(&checkpoint, output, &how)?);
+        }
         Format::Safetensors => write_weights(&checkpoint.weights, output)?,
         Format::StateDict => write_torch(&state_dict(&checkpoint.weights), output)?,
         Format::Lightning => {
@@ -126,6 +141,55 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
         checkpoint.meta.global_step
     );
     Ok(text)
+}
+
+fn how_to_read(arguments: &ConvertArgs, weights_only: bool) -> Result<DeepSpeedRead, Error> {
+    Ok(DeepSpeedRead {
+        tag: arguments.tag.clone(),
+        weights_only,
+        keep_16_bits: arguments.no_master_weights,
+        param_names: arguments.param_names.as_deref().map(read_lines).transpose()?,
+        limits: ReadLimits { max_growth: arguments.max_growth },
+    })
+}
+
+fn how_to_write(arguments: &ConvertArgs, partitions: usize, is_deepspeed: bool) -> DeepSpeedWrite {
+    // of a folder that is read the tag is that one's
+    let tag = arguments.tag.clone().filter(|_| !is_deepspeed);
+    DeepSpeedWrite { stage: arguments.stage.unwrap_or(2), partitions, tag, is_universal: false }
+}
+
+/// The ranks of a folder: as many as the run had, unless given.
+fn partitions_of(arguments: &ConvertArgs, checkpoint: &Checkpoint) -> usize {
+    let of_run = || checkpoint.training.as_ref().and_then(|training| training.json["world_size"].as_u64());
+    let ranks = arguments.partitions.map(u64::from).or_else(of_run).unwrap_or(1);
+    usize::try_from(ranks).unwrap_or(1)
+}
+
+/// An option that would have no effect is a mistake.
+fn refuse_unused(arguments: &ConvertArgs, is_deepspeed: bool) -> Result<(), Error> {
+    let [to_deepspeed, to_universal, to_folder] =
+        [Format::DeepSpeed, Format::Universal, Format::Folder].map(|format| arguments.to == Some(format));
+    let unused = [
+        (
+            "tag",
+            arguments.tag.is_some() && !is_deepspeed && !to_deepspeed && !to_universal,
+            "--to=deepspeed or --to=universal, or a folder of DeepSpeed",
+        ),
+        ("stage", arguments.stage.is_some() && !to_deepspeed, "--to=deepspeed"),
+        (
+            "partitions",
+            arguments.partitions.is_some() && !to_deepspeed && !to_folder,
+            "--to=deepspeed or --to=folder",
+        ),
+    ];
+    match unused.into_iter().find(|(_, is_unused, _)| *is_unused) {
+        Some((name, _, needs)) => {
+            let what = "it has no effect here";
+            Err(ConfigError::new(format!("convert --{name}"), what, format!("use it with {needs}")).into())
+        }
+        None => Ok(()),
+    }
 }
 
 /// Writes the weights of a folder to one file, tensor by tensor.

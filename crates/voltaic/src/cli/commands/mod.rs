@@ -6,6 +6,7 @@ mod env;
 mod models;
 mod new;
 mod run;
+mod schema;
 mod version;
 
 pub(super) use convert::convert;
@@ -14,4 +15,5 @@ pub(super) use env::env;
 pub(super) use models::models;
 pub(super) use new::new;
 pub(super) use run::run;
+pub(super) use schema::{completion, schema};
 pub(super) use version::version;

@@ -111,7 +111,9 @@ pub(in crate::cli) fn new(path: &Path) -> Result<String, Failure> {
     }
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
     let libtorch = Path::new(env!("VOLTAIC_LIBTORCH_LIB")).parent().unwrap_or(source);
-    for folder in [source, libtorch] {
+    let [voltaic, voltaic_build] = dependencies(source);
+    let is_from_checkout = voltaic.starts_with("path");
+    for folder in [source, libtorch].into_iter().skip(usize::from(!is_from_checkout)) {
         if !folder.exists() {
             return Err(Failure::usage(format!(
                 "{} has gone since this program was built; build it again and run that",
@@ -122,8 +124,8 @@ pub(in crate::cli) fn new(path: &Path) -> Result<String, Failure> {
     for (file, template) in FILES {
         let text = template
             .replace("{{name}}", name)
-            .replace("{{voltaic}}", &toml_text(source))
-            .replace("{{voltaic_build}}", &toml_text(&source.with_file_name("voltaic-build")))
+            .replace("{{voltaic}}", &voltaic)
+            .replace("{{voltaic_build}}", &voltaic_build)
             .replace("{{libtorch}}", &toml_text(libtorch));
         let file = path.join(file);
         let folder = file.parent().unwrap_or(path);
@@ -137,6 +139,16 @@ pub(in crate::cli) fn new(path: &Path) -> Result<String, Failure> {
     ))
 }
 
+/// How a crate depends on voltaic and voltaic-build: by path on the checkout that this program was built from, by version if it was
+/// built from a registry's copy, whose name has the version in it.
+fn dependencies(source: &Path) -> [String; 2] {
+    let is_copy = source.file_name().is_some_and(|name| name != "voltaic");
+    ["voltaic", "voltaic-build"].map(|name| match is_copy {
+        true => format!("version = \"{}\"", env!("CARGO_PKG_VERSION")),
+        false => format!("path = \"{}\"", toml_text(&source.with_file_name(name))),
+    })
+}
+
 /// A path as it stands between the quotes of a TOML string.
 fn toml_text(path: &Path) -> String {
     path.display().to_string().replace('\\', "\\\\").replace('"', "\\\"")
@@ -144,4 +156,23 @@ fn toml_text(path: &Path) -> String {
 
 fn failure(action: &'static str, path: &Path, error: std::io::Error) -> Failure {
     Failure::run(Error::io(action, path, error).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn crates_of_a_registry_are_named_by_version() {
+        assert_eq!(
+            dependencies(Path::new("/my \"own\"/crates/voltaic")),
+            [
+                r#"path = "/my \"own\"/crates/voltaic""#.to_owned(),
+                r#"path = "/my \"own\"/crates/voltaic-build""#.to_owned()
+            ]
+        );
+        let version = format!("version = \"{}\"", env!("CARGO_PKG_VERSION"));
+        let copy = format!("/home/me/.cargo/registry/src/index/voltaic-{}", env!("CARGO_PKG_VERSION"));
+        assert_eq!(dependencies(Path::new(&copy)), [version.clone(), version]);
+    }
 }

@@ -1,4 +1,6 @@
-//! `fit`, `validate`, `test` and `predict`.
+//! `fit`, `validate`, `test`, `predict`, `generate` and `quantize`.
+
+use std::path::{Path, PathBuf};
 
 use crate::cli::args::{RunArgs, meant_option};
 use crate::cli::console::Console;
@@ -20,7 +22,7 @@ pub(in crate::cli) fn run(
     console: &mut Console<'_>,
 ) -> Result<(), Failure> {
     let mut layers = Layers::new(registry.schema());
-    for path in &arguments.config {
+    for path in arguments.config.iter().chain(&config_beside_checkpoint(arguments)) {
         layers.file(path);
     }
     layers.env(variables);
@@ -42,8 +44,21 @@ pub(in crate::cli) fn run(
         console.complain("note", YELLOW, note);
     }
     name_options(&mut survey.problems);
-    let request = RunRequest::new(arguments.verb, survey.settings.clone());
+    let request =
+        RunRequest::new(arguments.verb, survey.settings.clone()).with_generate(arguments.generate.clone());
+    let request = request.with_quantize(arguments.quantize.clone());
     registry.execute(&request, survey).map_err(|error| annotate(&request, error))
+}
+
+/// Of `generate` and `quantize` without `--config`: that of the run that wrote the checkpoint, `RUN/config.yaml` of `RUN/checkpoints/FILE`.
+fn config_beside_checkpoint(arguments: &RunArgs) -> Option<PathBuf> {
+    let checkpoint = arguments.assignments.iter().rev().find(|assignment| assignment.key == "ckpt_path");
+    let checkpoint = checkpoint?
+        .value
+        .as_ref()
+        .filter(|_| arguments.generate.is_some() || arguments.quantize.is_some())?;
+    let config = Path::new(checkpoint).parent()?.parent()?.join("config.yaml");
+    (arguments.config.is_empty() && config.is_file()).then_some(config)
 }
 
 /// A misspelt `--config` looks like an unknown key; says so.

@@ -29,7 +29,7 @@ fn folders_with(variable: Option<OsString>) -> Result<Vec<PathBuf>> {
         folders.push(folder);
     }
     folders.push(PathBuf::from("data"));
-    folders.push(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data"));
+    folders.push(Path::new(env!("CARGO_MANIFEST_DIR")).join("data"));
     Ok(folders)
 }
 

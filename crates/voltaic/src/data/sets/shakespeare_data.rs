@@ -14,7 +14,7 @@ use crate::data::datamodule::{DataModule, Stage};
 use crate::data::settings::Settings;
 use crate::data::split_size::SplitSize;
 use crate::data::text::TextDataset;
-use crate::data::vocabulary::CharVocabulary;
+use crate::data::vocabulary::{CharVocabulary, Tokenizer};
 use crate::error::{ConfigError, DataError, Error, Problem};
 
 /// Shakespeare's plays by character, or the one that ships.
@@ -219,5 +219,14 @@ impl DataModule for ShakespeareData {
 
     fn test_dataloader(&mut self) -> anyhow::Result<Vec<TextLoader>> {
         Ok(self.test.iter().cloned().collect())
+    }
+
+    /// That of the test part.
+    fn predict_dataloader(&mut self) -> anyhow::Result<Vec<TextLoader>> {
+        self.test_dataloader()
+    }
+
+    fn tokenizer(&mut self) -> anyhow::Result<Option<Arc<dyn Tokenizer>>> {
+        Ok(Some(self.vocabulary()?))
     }
 }

@@ -27,6 +27,9 @@ static OWN: LazyLock<Option<FlightMemory>> = LazyLock::new(|| {
 /// Off while a benchmark measures what the record costs.
 static IS_KEPT: AtomicBool = AtomicBool::new(true);
 
+/// Ends the names of scopes of a thread that works beside training.
+pub(crate) const IN_BACKGROUND: &str = "in the background";
+
 /// Switches the record of operations off and on, to measure what it costs.
 #[doc(hidden)]
 pub fn keep_record(keeps: bool) {
@@ -278,8 +281,9 @@ pub(super) fn position(memory: &FlightMemory) -> String {
     // the newest may be half written
     let entries =
         || (0..FLIGHT_ENTRIES as u64).filter_map(|back| Entry::read(memory, started.checked_sub(back)?));
-    // the rank waits for the oldest operation in progress
-    let waits_for = entries().filter(|entry| entry.state == State::UnderWay).min_by_key(|entry| entry.number);
+    // the rank waits for the oldest operation in progress, unless that is one which it does not wait for
+    let underway = entries().filter(|entry| entry.state == State::UnderWay);
+    let waits_for = underway.min_by_key(|entry| (entry.from.contains(IN_BACKGROUND), entry.number));
     match (waits_for, entries().next()) {
         (Some(entry), _) => format!("in {entry}, which it began {:.1} s ago", seconds(entry.began_nanos)),
         (None, Some(entry)) => {

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::group::ProcessGroup;
 use super::work::{Underway, Work};
@@ -16,6 +16,14 @@ fn refused<T>(op: &str, what: String, remedy: impl Into<Cow<'static, str>>) -> R
 /// An empty tensor like `tensor`, of another size.
 fn empty(tensor: &Tensor, size: &[i64]) -> Result<Tensor> {
     Ok(tensor.f_new_empty(size, (tensor.kind(), tensor.device()))?)
+}
+
+/// A tensor of 8 bits, which Gloo does not know, as bytes in the same memory; another one as it is.
+fn as_bytes(tensor: &Tensor) -> Result<Tensor> {
+    match tensor.kind() {
+        Kind::Float8e4m3fn | Kind::Float8e5m2 => Ok(tensor.f_view_dtype(Kind::Uint8)?),
+        _ => Ok(tensor.shallow_clone()),
+    }
 }
 
 fn copy(tensor: &Tensor) -> Result<Tensor> {
@@ -53,6 +61,7 @@ impl ProcessGroup {
     /// Starts [`ProcessGroup::broadcast`].
     pub fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Work> {
         self.check_peer("broadcast", root)?;
+        let tensor = &as_bytes(tensor)?;
         self.start("broadcast", tensor, None, |backend| backend.broadcast(tensor, root))
     }
 
@@ -109,7 +118,7 @@ impl ProcessGroup {
     /// Starts [`ProcessGroup::all_gather_into`].
     pub fn start_all_gather_into(&self, output: &Tensor, input: &Tensor) -> Result<Work> {
         self.check_parts("all_gather", output, input)?;
-        let (flat, part) = (output.f_view([-1_i64])?, input.f_view([-1_i64])?);
+        let (flat, part) = (as_bytes(&output.f_view([-1_i64])?)?, as_bytes(&input.f_view([-1_i64])?)?);
         match self.shared.host_peers_for(&part) {
             Some(host_peers) if HostPeers::can_gather(&part) => {
                 let start = |_: &Backend| host_peers.start_all_gather(&flat, &part).map(Underway::Summing);

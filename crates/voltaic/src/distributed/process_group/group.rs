@@ -35,26 +35,36 @@ pub struct ProcessGroup {
     pub(super) shared: Arc<Shared>,
 }
 
+/// This process in a group that is being made.
+pub(super) struct Seat {
+    pub place: Place,
+    /// Global ranks of all.
+    pub members: Vec<usize>,
+    pub is_of_thread: bool,
+}
+
 impl ProcessGroup {
     /// The group of all ranks. `store` is this group's own.
     pub(in crate::distributed) fn of_all(connector: Connector, store: Arc<Store>) -> Result<Self> {
         let place = connector.place_of_all();
         let watchdog = Arc::new(Watchdog::start(connector.placement(), &store)?);
         let absent = Arc::default();
-        let group = Self::connect(connector, store, (watchdog, absent), place, (0..place.size).collect())?;
+        let connected = connector.connect(&store, place)?;
+        let seat = Seat { place, members: (0..place.size).collect(), is_of_thread: false };
+        let group = Self::of(connected, connector, store, (watchdog, absent), seat);
         group.shared.watchdog.meet_node_peers();
         Ok(group)
     }
 
-    /// A group of ranks that are to be connected; `members` are their global ranks.
-    pub(super) fn connect(
+    /// A group of ranks that are connected.
+    pub(super) fn of(
+        connected: Connected,
         connector: Connector,
         store: Arc<Store>,
         (watchdog, absent): (Arc<Watchdog>, Arc<Mutex<Option<AbsentRanks>>>),
-        place: Place,
-        members: Vec<usize>,
-    ) -> Result<Self> {
-        let Connected { library, gloo, host_peers } = connector.connect(&store, place)?;
+        Seat { place, members, is_of_thread }: Seat,
+    ) -> Self {
+        let Connected { library, gloo, host_peers } = connected;
         let state = Mutex::new(State { library, gloo, started: 0, splits: 0, traffic: BTreeMap::new() });
         let is_part = members.len() < connector.place_of_all().size;
         let label = is_part.then(|| format!("among {}", name_ranks(&members, members.len())).into());
@@ -68,8 +78,9 @@ impl ProcessGroup {
             connector,
             watchdog,
             absent,
+            is_of_thread,
         };
-        Ok(Self { shared: Arc::new(shared) })
+        Self { shared: Arc::new(shared) }
     }
 
     /// This process's rank in the group, from 0; in the group of all ranks its global rank.

@@ -31,6 +31,8 @@ pub(super) struct Shared {
     pub watchdog: Arc<Watchdog>,
     /// Ranks that take no part in operations now; shared with all groups that were split from one.
     pub absent: Arc<Mutex<Option<AbsentRanks>>>,
+    /// Operations come from another thread than those of the group that it was made from, and have no order with them.
+    pub is_of_thread: bool,
 }
 
 /// Ranks that take no part in operations for a while.
@@ -124,7 +126,8 @@ impl Shared {
         let global = peer.map(|peer| self.members[peer]);
         let group = self.label.as_deref();
         let number = record::begin(record::Noted { op, seq, bytes, tensor, peer: global, group });
-        Call { op, seq, bytes, peer, ticket: next_ticket(), number }
+        let ticket = if self.is_of_thread { 0 } else { next_ticket() };
+        Call { op, seq, bytes, peer, ticket, number }
     }
 
     /// What is known of a failure: the ranks on which nothing failed in time are gone, or somewhere else.

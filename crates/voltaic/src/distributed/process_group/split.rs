@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::group::ProcessGroup;
+use super::group::{ProcessGroup, Seat};
 use super::shared::Shared;
 use crate::distributed::connect::Place;
 use crate::error::{ConfigError, Result};
@@ -53,11 +53,7 @@ impl ProcessGroup {
             return Err(ConfigError::new(op, what, "call it with the same ranks on all ranks").into());
         }
         self.check_groups(op, &groups)?;
-        let number = {
-            let mut state = self.shared.lock();
-            state.splits += 1;
-            state.splits
-        };
+        let number = self.next_split();
         let own = groups.iter().enumerate().find_map(|(index, ranks)| {
             let rank = ranks.iter().position(|&rank| rank == self.rank())?;
             Some((index, Place { rank, size: ranks.len() }, ranks))
@@ -66,7 +62,43 @@ impl ProcessGroup {
         let store = Arc::new(self.shared.store.with_prefix(&format!("split{number}/{index}"))?);
         let members = ranks.iter().map(|&rank| self.shared.members[rank]).collect();
         let Shared { connector, watchdog, absent, .. } = &*self.shared;
-        Self::connect(connector.clone(), store, (watchdog.clone(), absent.clone()), place, members).map(Some)
+        let connected = connector.connect(&store, place)?;
+        let seat = Seat { place, members, is_of_thread: false };
+        let shared = (watchdog.clone(), absent.clone());
+        Ok(Some(Self::of(connected, connector.clone(), store, shared, seat)))
+    }
+
+    fn next_split(&self) -> u64 {
+        let mut state = self.shared.lock();
+        state.splits += 1;
+        state.splits
+    }
+
+    /// The same ranks once more, for another thread: its operations have no order with those of this group. It exchanges tensors of
+    /// the host, by Gloo (`torch.distributed.new_group(backend="gloo")`).
+    ///
+    /// # Collective
+    /// All ranks of this group, in the same order as its other operations. Returns when they are connected.
+    ///
+    /// # Errors
+    /// [`DistributedError`](crate::error::DistributedError) if a rank is gone or does not come within the time-out.
+    pub(crate) fn for_thread(&self) -> Result<Self> {
+        let store = Arc::new(self.shared.store.with_prefix(&format!("thread{}", self.next_split()))?);
+        let Shared { connector, watchdog, rank, members, .. } = &*self.shared;
+        let place = Place { rank: *rank, size: members.len() };
+        let connected = connector.connect_hosts(&store, place)?;
+        let seat = Seat { place, members: members.clone(), is_of_thread: true };
+        Ok(Self::of(connected, connector.clone(), store, (watchdog.clone(), Arc::default()), seat))
+    }
+
+    /// This group by another handle.
+    pub(crate) fn shared(&self) -> Self {
+        Self { shared: self.shared.clone() }
+    }
+
+    /// Whether this is the other group, and not one of the same ranks.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
     }
 
     fn check_groups(&self, op: &str, groups: &[Vec<usize>]) -> Result<()> {

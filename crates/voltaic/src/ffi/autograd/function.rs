@@ -18,7 +18,8 @@ type BackwardFn = dyn FnMut(&[Tensor]) -> anyhow::Result<Vec<Option<Tensor>>> + 
 struct Function {
     backward: Mutex<Box<BackwardFn>>,
     num_inputs: usize,
-    num_outputs: usize,
+    /// With the tensors that autograd has saved for it.
+    num_given: usize,
 }
 
 /// Makes `outputs` results of a function of `inputs`, with `backward` as its gradient: it gets the gradients of the
@@ -34,12 +35,36 @@ pub fn autograd_function<'a>(
     outputs: &[Tensor],
     backward: impl FnMut(&[Tensor]) -> anyhow::Result<Vec<Option<Tensor>>> + Send + 'static,
 ) -> Result<(), TorchError> {
-    let (inputs, results) = (pointers(inputs), pointers(outputs));
-    let callbacks = callbacks_of(results.len(), inputs.len(), backward);
+    autograd_function_saving(inputs, outputs, &[], backward)
+}
+
+/// [`autograd_function`] whose `backward` gets tensors behind the gradients that autograd saves until then: a checkpointed segment
+/// drops them and makes them again, and a backward pass without `retain_graph` frees them.
+///
+/// # Errors
+/// As [`autograd_function`].
+///
+/// Source: `torch.autograd.Function` with `ctx.save_for_backward`.
+pub fn autograd_function_saving<'a>(
+    inputs: impl IntoIterator<Item = &'a Tensor>,
+    outputs: &[Tensor],
+    saved: &[Tensor],
+    backward: impl FnMut(&[Tensor]) -> anyhow::Result<Vec<Option<Tensor>>> + Send + 'static,
+) -> Result<(), TorchError> {
+    let (inputs, results, saved) = (pointers(inputs), pointers(outputs), pointers(saved));
+    let callbacks = callbacks_of(results.len() + saved.len(), inputs.len(), backward);
     // SAFETY: the tensors are borrowed for the call. The shim takes ownership of the data whether or not it succeeds, and
     // gives it back once to `release`; both trampolines cast it to the type it was made from.
     let error = unsafe {
-        sys::vt_autograd_function(inputs.as_ptr(), inputs.len(), results.as_ptr(), results.len(), callbacks)
+        sys::vt_autograd_function(
+            inputs.as_ptr(),
+            inputs.len(),
+            results.as_ptr(),
+            results.len(),
+            saved.as_ptr(),
+            saved.len(),
+            callbacks,
+        )
     };
     check("autograd_function", error)
 }
@@ -117,11 +142,11 @@ pub fn is_in_backward() -> bool {
 
 /// A closure as the shim takes it.
 fn callbacks_of(
-    num_outputs: usize,
+    num_given: usize,
     num_inputs: usize,
     backward: impl FnMut(&[Tensor]) -> anyhow::Result<Vec<Option<Tensor>>> + Send + 'static,
 ) -> sys::vt_autograd_callbacks {
-    let function = Function { backward: Mutex::new(Box::new(backward)), num_inputs, num_outputs };
+    let function = Function { backward: Mutex::new(Box::new(backward)), num_inputs, num_given };
     sys::vt_autograd_callbacks {
         backward: call_backward,
         release,
@@ -139,8 +164,8 @@ extern "C" fn call_backward(
     // SAFETY: data is the Function given at registration, which autograd's node owns and keeps alive for this call; it is
     // shared, its closure is behind a mutex.
     let function = unsafe { &*data.cast::<Function>() };
-    let grads: Vec<Tensor> = (0..function.num_outputs)
-        // SAFETY: the shim gives a tensor for each output, alive for this call.
+    let grads: Vec<Tensor> = (0..function.num_given)
+        // SAFETY: the shim gives a tensor for each output and each saved one, alive for this call.
         .map(|i| unsafe { Tensor::clone_from_ptr(*grad_outputs.add(i)) })
         .collect();
     let mut backward = function.backward.lock().unwrap_or_else(PoisonError::into_inner);

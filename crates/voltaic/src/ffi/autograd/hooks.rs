@@ -1,6 +1,7 @@
 //! Switches and hooks of libtorch's autograd engine.
 
 use std::ffi::c_void;
+use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -27,6 +28,38 @@ pub fn engine_multithreading() -> Result<bool, TorchError> {
     Ok(enabled != 0)
 }
 
+/// Backward runs on the calling thread while this lives: the hop to the engine's device threads costs more than it saves on one device, and
+/// what belongs to the calling thread is not found there.
+#[derive(Debug)]
+#[must_use = "it ends when this is dropped"]
+pub struct SingleThreadedEngine {
+    was_multithreaded: bool,
+    /// Of the calling thread.
+    _thread: PhantomData<*const ()>,
+}
+
+impl SingleThreadedEngine {
+    /// Begins it.
+    ///
+    /// # Errors
+    /// libtorch's.
+    ///
+    /// Source: `torch.autograd.set_multithreading_enabled(False)`.
+    pub fn enter() -> Result<Self, TorchError> {
+        let was_multithreaded = engine_multithreading()?;
+        set_engine_multithreading(false)?;
+        Ok(Self { was_multithreaded, _thread: PhantomData })
+    }
+}
+
+impl Drop for SingleThreadedEngine {
+    fn drop(&mut self) {
+        if let Err(error) = set_engine_multithreading(self.was_multithreaded) {
+            tracing::warn!("autograd's threads could not be switched back: {error}");
+        }
+    }
+}
+
 /// Drops the gradients of the tensors (PyTorch's `zero_grad(set_to_none=True)`).
 pub fn clear_grads<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<(), TorchError> {
     let tensors = pointers(tensors);
@@ -34,10 +67,10 @@ pub fn clear_grads<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<
     check("clear_grads", unsafe { sys::vt_grads_clear(tensors.as_ptr(), tensors.len()) })
 }
 
-/// Gives a leaf a gradient, in place of the one it has.
+/// Gives a leaf a gradient, in place of the one it has. Nothing checks that it fits: it is of use once shape and device are the leaf's.
 ///
 /// # Errors
-/// If shape, dtype or device of `grad` differ from the leaf's.
+/// libtorch's.
 pub fn set_grad(leaf: &Tensor, grad: &Tensor) -> Result<(), TorchError> {
     // SAFETY: both tensors are borrowed for the call.
     check("set_grad", unsafe { sys::vt_grad_set(leaf.as_ptr().cast_mut(), grad.as_ptr().cast_mut()) })

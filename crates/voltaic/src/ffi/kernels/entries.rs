@@ -25,14 +25,14 @@ fn strides(strides: [i64; 3]) -> [isize; 3] {
 
 /// # Safety
 /// As for [`Floats::of_address`].
-unsafe fn floats<'a>(dtype: i32, address: *const c_void, len: usize) -> Floats<'a> {
+pub(super) unsafe fn floats<'a>(dtype: i32, address: *const c_void, len: usize) -> Floats<'a> {
     // SAFETY: as this function asks.
     unsafe { Floats::of_address(dtype_of(dtype), address, len) }
 }
 
 /// # Safety
 /// As for [`FloatsMut::of_address`].
-unsafe fn floats_mut<'a>(dtype: i32, address: *mut c_void, len: usize) -> FloatsMut<'a> {
+pub(super) unsafe fn floats_mut<'a>(dtype: i32, address: *mut c_void, len: usize) -> FloatsMut<'a> {
     // SAFETY: as this function asks.
     unsafe { FloatsMut::of_address(dtype_of(dtype), address, len) }
 }

@@ -2,12 +2,17 @@
 
 mod amx;
 mod entries;
+mod float8;
 mod guard;
+mod host;
+mod updates;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use amx::withhold_undescribed_amx;
+pub(in crate::ffi) use float8::define_float8;
+use host::hand_in_host;
 use tch::{Kind, Tensor};
 use voltaic_sys as sys;
 
@@ -16,7 +21,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::ffi::check::check;
 use crate::ffi::tensor::rng::{rng_state, set_rng_state};
-use crate::kernels::{self, Dtype, Host, Machine, Memory, Operator};
+use crate::kernels::{self, Dtype, Machine, Operator};
 
 /// `0`: libtorch's kernels. `1`: all of voltaic's, also where libtorch's are faster. Unset: voltaic's if they are optimized.
 const SWITCH: &str = "VOLTAIC_CPU_KERNELS";
@@ -34,7 +39,7 @@ pub fn has_attention_kernel() -> bool {
 /// Puts voltaic's kernels for the CPU in place of libtorch's, for the rest of the process: attention, convolutions of
 /// 3 x 3, in bfloat16 with AMX only of many channels on small images, gradients of others' weights, batch norm of images
 /// with the channels last, GELU, max-pooling of 2 x 2, ReLU, sums and casts with bfloat16, random masks unless libtorch
-/// draws them by the MKL, products of float32 matrices, on Intel's processors only large ones and only with AMX, since the
+/// draws them by the MKL, steps of optimizers on x86-64, products of float32 matrices, on Intel's processors only large ones and only with AMX, since the
 /// MKL is at its best there, products of bfloat16 on AMD's from Zen 5 on, and these and convolutions where oneDNN has no
 /// fast instructions for them. Later calls change nothing.
 ///
@@ -88,6 +93,7 @@ pub fn install_kernels() -> Result<bool> {
         convolution_weight_grad: Some(entries::convolution_weight_grad),
         batch_norm: serves(Operator::BatchNorm).then_some(entries::batch_norm as _),
         batch_norm_backward: serves(Operator::BatchNorm).then_some(entries::batch_norm_backward as _),
+        update: serves(Operator::Update).then_some(updates::update as _),
     };
     // SAFETY: the shim copies the table, whose functions keep what csrc/kernels/abi.h asks of them.
     check("install_kernels", unsafe { sys::vt_install_kernels(&table) })?;
@@ -97,16 +103,6 @@ pub fn install_kernels() -> Result<bool> {
         tracing::debug!("{line}");
     }
     Ok(true)
-}
-
-/// Lets kernels use libtorch's threads and memory.
-fn hand_in_host() {
-    kernels::set_host(Host { num_threads: || tch::get_num_threads().max(1) as usize, memory: tensor_memory });
-}
-
-fn tensor_memory(len: usize) -> Option<Memory> {
-    let tensor = Tensor::f_empty([len as i64], (Kind::Float, tch::Device::Cpu)).ok()?;
-    Some(Memory::new(tensor.data_ptr().cast(), Box::new(tensor)))
 }
 
 /// Whether libtorch's masks follow from its generator's numbers, as voltaic's do: on Intel's processors it may draw them

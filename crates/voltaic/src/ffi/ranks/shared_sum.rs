@@ -33,7 +33,8 @@ pub fn shares_memory() -> Result<bool> {
 /// The exchanges of this process's groups that share their order.
 static EXCHANGES: Mutex<Vec<Weak<Mutex<Exchange>>>> = Mutex::new(Vec::new());
 
-/// Where an operation stands in the order in which this process has started those of all groups.
+/// Where an operation stands in the order in which this process has started those of all groups, from 1. Operations that have no order
+/// with others have 0.
 pub fn next_ticket() -> u64 {
     static TICKETS: AtomicU64 = AtomicU64::new(1);
     TICKETS.fetch_add(1, Ordering::Relaxed)
@@ -162,6 +163,9 @@ impl Summing {
     /// Finishes the sums of all groups that were started before an operation. Call it before waiting for that operation: another rank
     /// may wait for those sums first, and they need this one. A failure is returned when they are waited for themselves.
     pub fn finish_before(ticket: u64) {
+        if ticket == 0 {
+            return; // the thread of the sums may wait for another rank, and hold the lock meanwhile
+        }
         let exchanges: Vec<_> = {
             let known = EXCHANGES.lock().unwrap_or_else(PoisonError::into_inner);
             known.iter().filter_map(Weak::upgrade).collect()

@@ -35,7 +35,8 @@ impl GradStatus {
     pub const ABSENT: Self = Self(sys::VT_GRAD_ABSENT);
     /// The gradient is in the list.
     pub const PRESENT: Self = Self(sys::VT_GRAD_PRESENT);
-    /// The gradient is sparse, complex, or of another dtype, device or shape than the parameter.
+    /// The gradient is sparse, complex, or of another dtype, device or shape than the parameter; bfloat16 and float16 are usable
+    /// for a parameter of float32.
     pub const UNUSABLE: Self = Self(sys::VT_GRAD_UNUSABLE);
 }
 
@@ -89,6 +90,10 @@ impl TensorList {
         Ok(Self::own(raw))
     }
 
+    pub(super) fn as_mut_ptr(&mut self) -> *mut sys::vt_list {
+        self.raw.as_ptr()
+    }
+
     /// Number of tensors in the list.
     pub fn len(&self) -> usize {
         // SAFETY: the list is alive.
@@ -132,6 +137,12 @@ impl TensorList {
         Ok(are_grads != 0)
     }
 
+    /// Replaces gradients of bfloat16 and float16 of `float32` tensors in the list by copies in float32.
+    pub fn widen_grads(&self) -> Result<(), TorchError> {
+        // SAFETY: the list is alive and owns its tensors.
+        check("widen_grads", unsafe { sys::vt_list_widen_grads(self.raw.as_ptr()) })
+    }
+
     /// Empties the list.
     pub fn clear(&mut self) {
         // SAFETY: the list is alive and borrowed mutably.
@@ -173,6 +184,7 @@ pub struct Gradients {
     params: TensorList,
     grads: TensorList,
     status: Vec<GradStatus>,
+    are_narrow: bool,
 }
 
 impl Gradients {
@@ -180,29 +192,40 @@ impl Gradients {
     pub fn of<'a>(params: impl IntoIterator<Item = &'a Tensor>) -> Result<Self, TorchError> {
         let params: Vec<&Tensor> = params.into_iter().collect();
         let status = vec![GradStatus::ABSENT; params.len()];
-        Ok(Self { params: TensorList::new(params)?, grads: TensorList::new([])?, status })
+        let (params, grads) = (TensorList::new(params)?, TensorList::new([])?);
+        Ok(Self { params, grads, status, are_narrow: false })
     }
 
-    /// Reads the gradients as they are now, laid out as the parameters, for the next update.
+    /// Reads the gradients as they are now, laid out as the parameters, for the next update: in their dtype, which may be one of 16
+    /// bits for a parameter of float32.
     ///
     /// Gives the status of each parameter; the collected list holds those that are present, in order.
     pub fn collect(&mut self) -> Result<&[GradStatus], TorchError> {
+        let mut are_narrow = 0;
         // SAFETY: both lists are alive and distinct; `status` has an entry for each of the `params`, whose number
-        // never changes, and GradStatus is a transparent u8 of which the shim writes only the three known values.
+        // never changes, and GradStatus is a transparent u8 of which the shim writes only the three known values;
+        // `are_narrow` lies on this stack.
         let error = unsafe {
             sys::vt_list_grads_for_update(
                 self.params.raw.as_ptr(),
                 self.grads.raw.as_ptr(),
                 self.status.as_mut_ptr().cast(),
+                &mut are_narrow,
             )
         };
         check("grads_for_update", error)?;
+        self.are_narrow = are_narrow != 0;
         Ok(&self.status)
     }
 
     /// The status that [`Gradients::collect`] found last.
     pub fn status(&self) -> &[GradStatus] {
         &self.status
+    }
+
+    /// Whether [`Gradients::collect`] found one of 16 bits of a parameter of float32.
+    pub fn are_narrow(&self) -> bool {
+        self.are_narrow
     }
 
     /// All parameters.
@@ -216,7 +239,7 @@ impl Gradients {
     }
 }
 
-fn list_or_null(list: Option<&TensorList>) -> *const sys::vt_list {
+pub(super) fn list_or_null(list: Option<&TensorList>) -> *const sys::vt_list {
     list.map_or(ptr::null(), |list| list.raw.as_ptr().cast_const())
 }
 

@@ -2,6 +2,8 @@
 
 pub(super) mod autocast;
 pub(super) mod device;
+pub(super) mod float8;
 pub(super) mod lists;
 pub(super) mod rng;
 pub(super) mod storage;
+pub(super) mod updates;

@@ -1,10 +1,14 @@
 //! Storage of tensors: shared with other threads, and released and restored.
 
+use std::ptr;
+use std::sync::OnceLock;
+
 use tch::Tensor;
 use voltaic_sys as sys;
 
-use crate::error::TorchError;
+use crate::error::{TorchError, TorchErrorKind};
 use crate::ffi::check::check;
+use crate::ffi::tensor::rng::take;
 
 /// A tensor that several threads may read at the same time.
 ///
@@ -78,6 +82,37 @@ impl ReleasableStorage {
         Ok(true)
     }
 
+    /// Puts the memory of `bytes` in the place of that of the tensor, whose values are then those. The memory lives as long as one of
+    /// the two uses it. `bytes` is contiguous, on the device of the tensor, and as many bytes as the tensor had.
+    ///
+    /// # Errors
+    /// libtorch's, if it is not.
+    pub fn lend(&mut self, bytes: &Tensor) -> Result<(), TorchError> {
+        let needed = self.bytes()?;
+        let given = crate::dtype::bytes_of(bytes);
+        if given != needed {
+            let what = format!("{given} bytes are lent to a tensor of {needed}");
+            return Err(TorchError::new("lend storage", TorchErrorKind::Other, &what));
+        }
+        // SAFETY: both tensors are borrowed for the call; the memory is as long as the tensor needs, and the tensor holds a handle to it.
+        check("lend storage", unsafe {
+            sys::vt_storage_lend(self.tensor.as_ptr().cast_mut(), bytes.as_ptr().cast_mut())
+        })?;
+        self.released = None;
+        Ok(())
+    }
+
+    /// Bytes of the memory, whether it is released or not.
+    ///
+    /// # Errors
+    /// libtorch's, if the tensor has no storage.
+    pub fn bytes(&self) -> Result<usize, TorchError> {
+        Ok(match self.released {
+            Some(bytes) => bytes,
+            None => describe_storage(&self.tensor)?.1,
+        })
+    }
+
     /// Copies values into the memory, which is given back first. Autograd takes it for the same values as before.
     ///
     /// # Errors
@@ -104,6 +139,37 @@ pub(crate) fn describe_storage(tensor: &Tensor) -> Result<(usize, usize), TorchE
         sys::vt_storage_describe(tensor.as_ptr().cast_mut(), &mut id, &mut bytes)
     })?;
     Ok((id, bytes))
+}
+
+/// A tensor in pinned host memory with the size and dtype of `like`; its values are not set.
+///
+/// # Errors
+/// If there is no device that copies from pinned memory, or memory is short.
+pub fn empty_pinned(like: &Tensor) -> Result<Tensor, TorchError> {
+    let mut pinned = ptr::null_mut();
+    // SAFETY: the tensor is borrowed for the call; the out-pointer is valid.
+    check("pinned memory", unsafe { sys::vt_empty_pinned(like.as_ptr().cast_mut(), &mut pinned) })?;
+    Ok(take(pinned))
+}
+
+/// Why memory of the host cannot be pinned here, if that is so; tried once.
+pub fn cannot_pin() -> Option<&'static str> {
+    static FAILURE: OnceLock<Option<String>> = OnceLock::new();
+    let failure = || match Tensor::f_zeros([1], (tch::Kind::Float, tch::Device::Cpu)) {
+        Ok(probe) => empty_pinned(&probe).err().map(|error| error.to_string()),
+        Err(error) => Some(error.to_string()),
+    };
+    FAILURE.get_or_init(failure).as_deref()
+}
+
+/// Copies values between a device and host memory, without waiting for the device if that memory is pinned: what comes to the host is
+/// there after [`synchronize`](crate::ffi::synchronize), and what leaves it must not be overwritten before.
+///
+/// # Errors
+/// libtorch's, if the sizes differ.
+pub fn copy_async(to: &Tensor, from: &Tensor) -> Result<(), TorchError> {
+    // SAFETY: both tensors are borrowed for the call, and libtorch keeps pinned memory alive until the copy is done.
+    check("copy", unsafe { sys::vt_copy_async(to.as_ptr().cast_mut(), from.as_ptr().cast_mut()) })
 }
 
 /// Sets how often autograd takes a tensor, and all that share its count, for changed in place

@@ -13,6 +13,7 @@ use crate::error::{ModuleError, Problem, Result};
 use crate::nn::calls::backward::Hooked;
 use crate::nn::calls::entry::{Entry, ModuleCall};
 use crate::nn::calls::reach::{Reach, innermost};
+use crate::nn::calls::recompute::{count_recomputation, is_recomputing};
 use crate::nn::calls::registry::Registry;
 use crate::nn::calls::table::{Entries, Table};
 use crate::nn::module::{Identity, Module, ModuleCode, identity};
@@ -234,7 +235,7 @@ impl Listeners {
     }
 
     fn update(&self) {
-        HAS_LISTENERS.set(!self.scopes.is_empty() || !self.interceptors.is_empty());
+        HAS_LISTENERS.set(!self.scopes.is_empty() || !self.interceptors.is_empty() || is_recomputing());
     }
 }
 
@@ -243,7 +244,27 @@ thread_local! {
     static LISTENERS: RefCell<Listeners> = const { RefCell::new(Listeners::new()) };
 }
 
-/// Whether hooks or interceptors are active on this thread.
+/// A recomputation on this thread, until this is dropped.
+pub(crate) struct Recomputing {
+    _of_this_thread: PhantomData<*const ()>,
+}
+
+impl Recomputing {
+    pub(crate) fn begin() -> Self {
+        count_recomputation(true);
+        LISTENERS.with_borrow(Listeners::update);
+        Self { _of_this_thread: PhantomData }
+    }
+}
+
+impl Drop for Recomputing {
+    fn drop(&mut self) {
+        count_recomputation(false);
+        LISTENERS.with_borrow(Listeners::update);
+    }
+}
+
+/// Whether hooks or interceptors are active on this thread, or it recomputes a segment.
 #[inline]
 pub(super) fn has_listeners() -> bool {
     HAS_LISTENERS.get()

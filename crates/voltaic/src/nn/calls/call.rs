@@ -6,6 +6,7 @@ use crate::error::{Error, ModuleError, Problem, Result};
 use crate::ffi;
 use crate::nn::calls::active::{Body, OpenCall, has_listeners, is_awaited, with_hooked};
 use crate::nn::calls::backward::BackwardCall;
+use crate::nn::calls::recompute::before_code;
 use crate::nn::module::{AsCode, Forward, Module, ModuleCode};
 use crate::nn::tensor_tuple::TensorTuple;
 
@@ -37,6 +38,7 @@ where
     if !has_listeners() {
         return body(args);
     }
+    let _code = before_code(false)?;
     let (code, module) = (AsCode::<A>::code(module), module.as_module());
     let call = OpenCall::begin(module, true);
     if call.is_plain() {
@@ -57,7 +59,14 @@ pub(crate) fn within_call<M: Forward>(
     input: &Tensor,
     body: impl Fn(&Tensor) -> anyhow::Result<Tensor>,
 ) -> anyhow::Result<Tensor> {
-    if !has_listeners() || is_awaited(module) {
+    if !has_listeners() {
+        return body(input);
+    }
+    let body = |input: &Tensor| {
+        let _code = before_code(true)?;
+        body(input)
+    };
+    if is_awaited(module) {
         return body(input);
     }
     let call = OpenCall::begin(module.as_module(), false);
@@ -76,7 +85,14 @@ pub(crate) fn within_call_of<M: Module, const N: usize, const K: usize>(
     inputs: [&Tensor; N],
     body: impl Fn([&Tensor; N]) -> Result<[Tensor; K]>,
 ) -> Result<[Tensor; K]> {
-    if !has_listeners() || is_awaited(module) {
+    if !has_listeners() {
+        return body(inputs);
+    }
+    let body = |inputs: [&Tensor; N]| {
+        let _code = before_code(true)?;
+        body(inputs)
+    };
+    if is_awaited(module) {
         return body(inputs);
     }
     let call = OpenCall::begin(module.as_module(), false);

@@ -7,9 +7,10 @@ use std::sync::{Arc, Mutex, Weak};
 use tch::Tensor;
 
 use crate::error::{ModuleError, Problem, Result};
+use crate::ffi::{Lent, SingleThreadedEngine};
 use crate::nn::calls::active::{ActiveHooks, is_active};
 use crate::nn::calls::entry::{CallWatcher, Entry, Hook, ModuleCall};
-use crate::nn::calls::reach;
+use crate::nn::calls::reach::ROOT;
 use crate::nn::calls::registry::Registry;
 use crate::nn::calls::table::{Node, Table};
 use crate::nn::calls::which::Which;
@@ -169,13 +170,15 @@ impl ModuleHooks {
     }
 
     /// Runs `body`, such as one step, with the hooks active on this thread for `root` and the modules below it. Within another
-    /// scope those of both run, once each. [`RecomputeFn`](crate::nn::RecomputeFn) finds its module in the innermost scope.
+    /// scope those of both run, once each. [`RecomputeFn`](crate::nn::RecomputeFn) finds its module in the innermost scope. Backward passes
+    /// run on this thread, also those on a device.
     ///
     /// # Errors
     /// [`ModuleError::Hook`] if a hook is for a module that `root` does not have; then `body` does not run.
     pub fn within<R>(&self, root: &dyn Module, body: impl FnOnce() -> R) -> Result<R> {
+        let _engine = SingleThreadedEngine::enter()?;
         if self.is_empty() || is_active(&self.shared, root) {
-            return Ok(reach::within(root, body));
+            return Ok(Lent::lend(&ROOT, root, body));
         }
         let mut table = self.shared.table().take().unwrap_or_default();
         table.refresh(root);
@@ -185,7 +188,7 @@ impl ModuleHooks {
             self.check(&table, root)?;
         }
         let _active = ActiveHooks::begin(self.shared.clone(), table);
-        Ok(reach::within(root, body))
+        Ok(Lent::lend(&ROOT, root, body))
     }
 
     /// Refuses hooks of modules that are not there.

@@ -9,6 +9,8 @@ pub(super) mod call;
 pub(super) mod entry;
 pub(super) mod hooks;
 pub(super) mod reach;
+pub(super) mod recompute;
 mod registry;
+pub(super) mod stash;
 pub(super) mod table;
 pub(super) mod which;

@@ -5,12 +5,9 @@ use std::any::Any;
 use crate::ffi::Lent;
 use crate::nn::module::{Identity, Member, Module, identity};
 
-thread_local!(static ROOT: Lent<dyn Module> = const { Lent::new() });
-
-/// Runs `body` while modules of the tree of `root` can be reached on this thread. Nothing in the tree moves meanwhile, since
-/// `root` is borrowed.
-pub(crate) fn within<R>(root: &dyn Module, body: impl FnOnce() -> R) -> R {
-    ROOT.with(|lent| lent.lend(root, body))
+thread_local! {
+    /// The root of the tree whose modules can be reached on this thread. Nothing in the tree moves meanwhile, since it is borrowed.
+    pub(super) static ROOT: Lent<dyn Module> = const { Lent::new() };
 }
 
 /// Which module it was, to be found again in the tree of the scope that holds then. It keeps no reference, and what it
@@ -80,6 +77,10 @@ mod tests {
         boxed: Box<Linear>,
         #[module(skip)]
         hidden: RefCell<Option<Linear>>,
+    }
+
+    fn within<R>(root: &dyn Module, body: impl FnOnce() -> R) -> R {
+        Lent::lend(&ROOT, root, body)
     }
 
     fn linear(outputs: i64) -> Linear {

@@ -60,7 +60,7 @@ impl fmt::Display for Which {
 }
 
 /// Whether `text` is `pattern` with something in place of each `*`.
-fn fits(pattern: &str, text: &str) -> bool {
+pub(in crate::nn) fn fits(pattern: &str, text: &str) -> bool {
     let mut parts = pattern.split('*');
     let first = parts.next().unwrap_or_default();
     let Some(mut rest) = text.strip_prefix(first) else { return false };

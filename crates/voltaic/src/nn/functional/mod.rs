@@ -77,6 +77,70 @@ pub fn mse_loss(input: &Tensor, target: &Tensor) -> Result<Tensor> {
     Ok(input.f_mse_loss(target, Reduction::Mean)?)
 }
 
+/// Mean of the absolute differences, as `torch.nn.functional.l1_loss`. Both of one shape; returns shape `[]`.
+///
+/// # Errors
+/// [`ModuleError::Shape`] if the shapes differ.
+pub fn l1_loss(input: &Tensor, target: &Tensor) -> Result<Tensor> {
+    same_shape("l1_loss", input, target)?;
+    Ok(input.f_l1_loss(target, Reduction::Mean)?)
+}
+
+/// Mean of the squared differences below `beta` and of the absolute ones above, as `torch.nn.functional.smooth_l1_loss`
+/// (its `beta` is 1 by default). Both of one shape; returns shape `[]`.
+///
+/// # Errors
+/// [`ModuleError::Shape`] if the shapes differ; libtorch's if `beta` is negative.
+pub fn smooth_l1_loss(input: &Tensor, target: &Tensor, beta: f64) -> Result<Tensor> {
+    same_shape("smooth_l1_loss", input, target)?;
+    Ok(input.f_smooth_l1_loss(target, Reduction::Mean, beta)?)
+}
+
+/// Mean of the binary cross-entropy of probabilities, as `torch.nn.functional.binary_cross_entropy`. `input` and `target` between 0 and
+/// 1, of one shape and floating dtype; returns shape `[]`. Of logits, [`binary_cross_entropy_with_logits`] is more exact.
+///
+/// # Errors
+/// [`ModuleError::Shape`] if the shapes differ; libtorch's if a number is outside of 0 to 1.
+pub fn binary_cross_entropy(input: &Tensor, target: &Tensor) -> Result<Tensor> {
+    same_shape("binary_cross_entropy", input, target)?;
+    Ok(input.f_binary_cross_entropy(target, None::<Tensor>, Reduction::Mean)?)
+}
+
+/// Mean of the binary cross-entropy of logits, as `torch.nn.functional.binary_cross_entropy_with_logits`. `logits` any numbers, `target`
+/// between 0 and 1, of one shape and floating dtype; returns shape `[]`.
+///
+/// # Errors
+/// [`ModuleError::Shape`] if the shapes differ.
+pub fn binary_cross_entropy_with_logits(logits: &Tensor, target: &Tensor) -> Result<Tensor> {
+    same_shape("binary_cross_entropy_with_logits", logits, target)?;
+    let none = None::<Tensor>;
+    Ok(logits.f_binary_cross_entropy_with_logits(target, none.as_ref(), none.as_ref(), Reduction::Mean)?)
+}
+
+/// Mean of the negative log-likelihoods of the right classes, as `torch.nn.functional.nll_loss`: what [`cross_entropy`] computes of
+/// `log_softmax`. `log_probs` `[batch, classes]`, `targets` `[batch]` of `i64`; returns shape `[]`.
+///
+/// # Errors
+/// If the shapes do not fit together.
+pub fn nll_loss(log_probs: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    Ok(log_probs.f_nll_loss(targets, None::<Tensor>, Reduction::Mean, -100)?)
+}
+
+/// Kullback-Leibler divergence as `torch.nn.functional.kl_div` with `reduction="batchmean"`: the sum over all elements of
+/// `target * (log(target) - input)`, by the batch. `input` log-probabilities, `target` probabilities, of one shape `[batch, *]`; returns
+/// shape `[]`.
+///
+/// # Errors
+/// [`ModuleError::Shape`] if the shapes differ or have no dimension.
+pub fn kl_div(input: &Tensor, target: &Tensor) -> Result<Tensor> {
+    same_shape("kl_div", input, target)?;
+    let Some(batch) = input.size().first().copied() else {
+        let (shape, expected) = (Vec::new(), "a dimension of the batch is needed".to_owned());
+        return Err(ModuleError::Shape { layer: "kl_div".to_owned(), shape, expected }.into());
+    };
+    Ok(input.f_kl_div(target, Reduction::Sum, false)?.f_div_scalar(batch)?)
+}
+
 /// GELU in its exact form, as `torch.nn.functional.gelu`; see [`Gelu`](crate::nn::Gelu).
 ///
 /// # Errors

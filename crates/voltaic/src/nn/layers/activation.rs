@@ -4,6 +4,7 @@
 use tch::Tensor;
 
 use crate::nn::calls::call::within_call;
+use crate::nn::compute::{Compute, ComputeMode};
 use crate::nn::module::{Forward, Module};
 
 /// Returns its input, as `torch.nn.Identity`.
@@ -88,21 +89,33 @@ impl Forward for Sigmoid {
 }
 
 /// exp(x) divided by its sum along one dimension, as `torch.nn.Softmax`.
-#[derive(Module, Debug, Clone, Copy)]
+#[derive(Module, Debug)]
 pub struct Softmax {
     dim: i64,
+    /// In which numbers it computes.
+    pub(in crate::nn) compute: ComputeMode,
 }
 
 impl Softmax {
     /// Softmax along `dim`; negative dimensions count from the last.
     pub fn new(dim: i64) -> Self {
-        Self { dim }
+        Self { dim, compute: ComputeMode::default() }
     }
 }
 
 impl Forward for Softmax {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
-        within_call(self, input, |input| Ok(input.f_softmax(self.dim, None)?))
+        within_call(self, input, |input| match self.compute.get() {
+            Compute::Quantized(layer) => Ok(layer.softmax(input, self.dim)?),
+            Compute::Measured(observer) => {
+                observer.inputs(&[input])?;
+                let output = input.f_softmax(self.dim, None)?;
+                observer.output(&output)?;
+                Ok(output)
+            }
+            Compute::Unmeasured(layer) => Err(layer.error().into()),
+            Compute::Plain | Compute::Fp8(_) => Ok(input.f_softmax(self.dim, None)?),
+        })
     }
 }
 

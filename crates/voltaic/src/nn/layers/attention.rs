@@ -14,6 +14,9 @@ use crate::nn::init;
 use crate::nn::layers::linear::Linear;
 use crate::nn::misfit::note_misfit;
 use crate::nn::module::{Forward, Module};
+use crate::nn::parallel::mode::ParallelMode;
+use crate::nn::parallel::plan::{ColwiseParallel, ParallelPlan};
+use crate::nn::parallel::regions::{copy_to_group, sum_over_group};
 use crate::nn::parameter::Parameter;
 
 /// Attention with several heads, as `torch.nn.MultiheadAttention`
@@ -36,6 +39,7 @@ use crate::nn::parameter::Parameter;
 /// # }
 /// ```
 #[derive(Module)]
+#[module(parallel_plan = Self::by_heads)]
 pub struct MultiheadAttention {
     /// The three projections below each other, `[3 * embed_dim, embed_dim]`.
     pub in_proj_weight: Parameter,
@@ -49,6 +53,9 @@ pub struct MultiheadAttention {
     batch_first: bool,
     #[module(training)]
     training: bool,
+    /// Whether this rank has some of the heads.
+    #[module(skip)]
+    pub(in crate::nn) parallel: ParallelMode,
 }
 
 /// Which keys a query may not see. Masks given together all apply.
@@ -96,6 +103,31 @@ impl MultiheadAttention {
         MultiheadAttentionBuilder { embed_dim, num_heads, dropout: 0.0, bias: true, batch_first: false }
     }
 
+    /// Size of the input's last dimension.
+    pub fn embed_dim(&self) -> i64 {
+        self.embed_dim
+    }
+
+    /// Features of each head.
+    pub fn head_dim(&self) -> i64 {
+        self.embed_dim / self.num_heads
+    }
+
+    /// Probability with which an attention weight is dropped in training mode.
+    pub(in crate::nn) fn dropout_p(&self) -> f64 {
+        self.dropout
+    }
+
+    /// Tensor parallelism divides its heads.
+    fn by_heads(&self) -> ParallelPlan {
+        ParallelPlan::new().layer("", ColwiseParallel::default())
+    }
+
+    /// Features of the heads that this rank has.
+    fn own_dim(&self) -> i64 {
+        self.parallel.get().map_or(self.embed_dim, |parallel| parallel.len())
+    }
+
     /// Attends from `query` to `key`, and returns what `value` holds there. A fused kernel is used where libtorch has
     /// one.
     ///
@@ -135,14 +167,19 @@ impl MultiheadAttention {
     ) -> Result<(Tensor, Tensor)> {
         let [output, weights] = within_call_of(self, [query, key, value], |[query, key, value]| {
             let heads = self.project(query, key, value)?;
-            let scale = (1.0 / (self.embed_dim / self.num_heads) as f64).sqrt();
+            let scale = (1.0 / self.head_dim() as f64).sqrt();
             let mut scores = heads.query.f_mul_scalar(scale)?.f_matmul(&heads.key.f_transpose(-2, -1)?)?;
             if let Some(bias) = self.score_bias(&heads, mask)? {
                 scores = scores.f_add(&bias)?;
             }
             let weights = scores.f_softmax(-1, None)?.f_dropout(self.dropout, self.training)?;
             let output = self.merge(&weights.f_matmul(&heads.value)?)?;
-            Ok([output, weights.f_mean_dim([1_i64].as_slice(), false, None)?])
+            let Some(parallel) = self.parallel.get() else {
+                return Ok([output, weights.f_mean_dim([1_i64].as_slice(), false, None)?]);
+            };
+            let sum = weights.f_sum_dim_intlist([1_i64].as_slice(), false, None)?;
+            let mean = sum_over_group(&parallel.group, &sum)?.f_div_scalar(self.num_heads)?;
+            Ok([output, mean])
         })?;
         Ok((output, weights))
     }
@@ -155,17 +192,20 @@ impl MultiheadAttention {
         let own = [Some(&self.in_proj_weight), self.in_proj_bias.as_ref(), Some(weight), bias.as_ref()];
         Parameter::gather_all(own)?;
         let [id, of_key, of_value] = [query, key, value].map(tensor_id);
-        let id = id?;
+        let (id, size) = (id?, self.own_dim());
+        let input = |input: &Tensor| match self.parallel.get() {
+            Some(parallel) => copy_to_group(&parallel.group, input),
+            None => Ok(input.shallow_clone()),
+        };
         if id == of_key? && id == of_value? {
             // one product instead of three
-            let packed = query.f_linear(&self.in_proj_weight, self.in_proj_bias.as_deref())?;
-            let [query, key, value] = [0, 1, 2].map(|part| {
-                packed.f_narrow(-1, part * self.embed_dim, self.embed_dim).and_then(|part| self.split(&part))
-            });
+            let packed = input(query)?.f_linear(&self.in_proj_weight, self.in_proj_bias.as_deref())?;
+            let [query, key, value] = [0, 1, 2]
+                .map(|part| packed.f_narrow(-1, part * size, size).and_then(|part| self.split(&part)));
             return Ok(Heads { query: query?, key: key?, value: value? });
         }
-        let [query, key, value] = [query, key, value].map(|input| (input, self.embed_dim));
-        let part = |index: i64, (input, size): (&Tensor, i64)| -> Result<Tensor> {
+        let part = |index: i64, given: &Tensor| -> Result<Tensor> {
+            let input = input(given)?;
             let weight = self.in_proj_weight.f_narrow(0, index * size, size)?;
             let bias = match &self.in_proj_bias {
                 Some(bias) => Some(bias.f_narrow(0, index * size, size)?),
@@ -190,14 +230,14 @@ impl MultiheadAttention {
 
     /// `[batch, heads, sequence, head_dim]` from the layer's own layout.
     fn split(&self, projected: &Tensor) -> Result<Tensor, tch::TchError> {
-        let by_head = projected.f_unflatten(-1, [self.num_heads, self.embed_dim / self.num_heads])?;
+        let by_head = projected.f_unflatten(-1, [-1, self.head_dim()])?;
         if self.batch_first { by_head.f_transpose(1, 2) } else { by_head.f_permute([1, 2, 0, 3]) }
     }
 
     fn merge(&self, by_head: &Tensor) -> Result<Tensor> {
         let order = if self.batch_first { [0, 2, 1, 3] } else { [2, 0, 1, 3] };
         let joined = by_head.f_permute(order)?.f_flatten(-2, -1)?;
-        Ok(joined.f_linear(&self.out_proj.weight, self.out_proj.bias.as_deref())?)
+        self.out_proj.product(&joined, None)
     }
 
     /// Refuses a mask that would mean something else: of as many elements in another order, or of integers, which would be added.
@@ -229,8 +269,13 @@ impl MultiheadAttention {
                 mask,
                 &[&[queries, keys], &[batch * self.num_heads, queries, keys]],
             )?;
-            let shape = if mask.dim() == 3 { [batch, self.num_heads] } else { [1, 1] };
-            parts.push(additive(mask, dtype)?.f_reshape([shape[0], shape[1], queries, keys])?);
+            let by_head = mask.dim() == 3;
+            let shape = if by_head { [batch, self.num_heads] } else { [1, 1] };
+            let mask = additive(mask, dtype)?.f_reshape([shape[0], shape[1], queries, keys])?;
+            parts.push(match self.parallel.get().filter(|_| by_head) {
+                Some(own) => mask.f_narrow(1, own.start() / self.head_dim(), own.len() / self.head_dim())?,
+                None => mask,
+            });
         }
         if let Some(mask) = mask.key_padding_mask {
             self.check_mask("key_padding_mask", mask, &[&[batch, keys]])?;
@@ -265,7 +310,7 @@ impl Forward for MultiheadAttention {
 
 impl fmt::Debug for MultiheadAttention {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "MultiheadAttention({}, {})", self.embed_dim, self.num_heads)
+        write!(f, "MultiheadAttention({}, {}{})", self.embed_dim, self.num_heads, self.parallel)
     }
 }
 
@@ -328,6 +373,7 @@ impl MultiheadAttentionBuilder {
             dropout,
             batch_first,
             training,
+            parallel: ParallelMode::default(),
         })
     }
 }

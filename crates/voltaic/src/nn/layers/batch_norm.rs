@@ -8,6 +8,7 @@ use crate::distributed::{ProcessGroup, collective_scope};
 use crate::error::{ModuleError, Problem, Result};
 use crate::nn::buffer::Buffer;
 use crate::nn::calls::call::within_call;
+use crate::nn::calls::recompute::is_recomputing;
 use crate::nn::check::{at_least, empty, explain};
 use crate::nn::layers::sync_batch_norm;
 use crate::nn::misfit::note_misfit;
@@ -77,11 +78,17 @@ impl<const N: usize> BatchNorm<N> {
     }
 
     fn normalise(&self, input: &Tensor) -> Result<Tensor, tch::TchError> {
+        // a batch that is seen again counts once
+        let own = |statistics: &Option<Buffer>| match statistics {
+            Some(statistics) if self.training && is_recomputing() => statistics.f_detach_copy().map(Some),
+            statistics => Ok(statistics.as_ref().map(|statistics| statistics.shallow_clone())),
+        };
+        let (running_mean, running_var) = (own(&self.running_mean)?, own(&self.running_var)?);
         input.f_batch_norm(
             self.weight.as_deref(),
             self.bias.as_deref(),
-            self.running_mean.as_deref(),
-            self.running_var.as_deref(),
+            running_mean.as_ref(),
+            running_var.as_ref(),
             self.training || self.running_mean.is_none(),
             self.batch_weight()?,
             self.eps,
@@ -105,6 +112,9 @@ impl<const N: usize> BatchNorm<N> {
         }
         if let Some(bias) = &self.bias {
             output = output.f_add(&bias.f_view(&shape[..])?)?;
+        }
+        if is_recomputing() {
+            return Ok(output);
         }
         let _no_grad = tch::no_grad_guard();
         for (running, now) in [(&self.running_mean, mean), (&self.running_var, variance)] {
@@ -147,7 +157,7 @@ impl<const N: usize> BatchNorm<N> {
     }
 
     fn count(&self) -> Result<(), tch::TchError> {
-        if let Some(count) = &self.num_batches_tracked {
+        if let Some(count) = self.num_batches_tracked.as_ref().filter(|_| !is_recomputing()) {
             let _ = count.shallow_clone().f_add_scalar_(1)?;
         }
         Ok(())

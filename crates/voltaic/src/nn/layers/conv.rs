@@ -7,6 +7,7 @@ use tch::Tensor;
 use crate::error::Result;
 use crate::nn::calls::call::within_call;
 use crate::nn::check::{Sizes, at_least, divides, empty, explain};
+use crate::nn::compute::{Compute, ComputeMode};
 use crate::nn::init;
 use crate::nn::layers::linear::no_bias;
 use crate::nn::layers::setters::setters;
@@ -46,6 +47,8 @@ pub struct Conv<const N: usize> {
     pub bias: Option<Parameter>,
     #[module(skip)]
     options: ConvBuilder<N>,
+    /// In which numbers it computes.
+    pub(in crate::nn) compute: ComputeMode,
 }
 
 impl<const N: usize> Conv<N> {
@@ -73,13 +76,38 @@ impl<const N: usize> Conv<N> {
         }
     }
 
-    fn convolve(&self, input: &Tensor) -> Result<Tensor, tch::TchError> {
+    fn convolve(&self, input: &Tensor) -> Result<Tensor> {
+        let plain = || {
+            let output = self.convolve_by(input, &self.weight, self.bias.as_deref());
+            explain(self, output, input, |shape| self.misfit(shape))
+        };
+        match self.compute.get() {
+            Compute::Quantized(layer) if self.misfit(&input.size()).is_none() => {
+                let own = (&*self.weight, self.bias.as_deref());
+                layer.convolve(input, own, N, |input, weight| Ok(self.convolve_by(input, weight, None)?))
+            }
+            Compute::Measured(observer) => {
+                let output = plain()?;
+                observer.inputs(&[input])?;
+                observer.output(&output)?;
+                Ok(output)
+            }
+            Compute::Unmeasured(layer) => Err(layer.error()),
+            _ => plain(),
+        }
+    }
+
+    fn convolve_by(
+        &self,
+        input: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+    ) -> Result<Tensor, tch::TchError> {
         let ConvBuilder { stride, padding, dilation, groups, .. } = &self.options;
-        let bias = self.bias.as_deref();
         if N == 1 {
-            input.f_conv1d(&self.weight, bias, stride, padding, dilation, *groups)
+            input.f_conv1d(weight, bias, stride, padding, dilation, *groups)
         } else {
-            input.f_conv2d(&self.weight, bias, stride, padding, dilation, *groups)
+            input.f_conv2d(weight, bias, stride, padding, dilation, *groups)
         }
     }
 
@@ -103,7 +131,7 @@ impl<const N: usize> Forward for Conv<N> {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
         within_call(self, input, |input| {
             Parameter::gather_all([Some(&self.weight), self.bias.as_ref()])?;
-            Ok(explain(self, self.convolve(input), input, |shape| self.misfit(shape))?)
+            Ok(self.convolve(input)?)
         })
     }
 }
@@ -182,6 +210,6 @@ impl<const N: usize> ConvBuilder<N> {
         let weight = Parameter::new(empty(&shape)?);
         let bias = if self.bias { Some(Parameter::new(empty(&[out_channels])?)) } else { None };
         init::linear_(&weight, bias.as_deref())?;
-        Ok(Conv { weight, bias, options: self })
+        Ok(Conv { weight, bias, options: self, compute: ComputeMode::default() })
     }
 }

@@ -42,6 +42,11 @@ impl Dropout {
         Ok(Self { p, training: true })
     }
 
+    /// Probability with which an element is dropped in training mode.
+    pub fn p(&self) -> f64 {
+        self.p
+    }
+
     /// Probability with which an element is dropped now: `p` in training mode, else 0.
     ///
     /// For attention, which drops within its kernel: see

@@ -10,6 +10,7 @@ use crate::nn::check::{at_least, empty, refuse};
 use crate::nn::init;
 use crate::nn::misfit::note_misfit;
 use crate::nn::module::{Forward, Module};
+use crate::nn::parallel::mode::{ParallelMode, Side};
 use crate::nn::parameter::Parameter;
 
 /// Looks up a vector for each index, as `torch.nn.Embedding`.
@@ -35,6 +36,9 @@ pub struct Embedding {
     num_embeddings: i64,
     embedding_dim: i64,
     padding_idx: Option<i64>,
+    /// Whether this rank has a slice of it.
+    #[module(skip)]
+    pub(in crate::nn) parallel: ParallelMode,
 }
 
 impl Embedding {
@@ -49,6 +53,32 @@ impl Embedding {
     /// A table with options.
     pub fn builder(num_embeddings: i64, embedding_dim: i64) -> EmbeddingBuilder {
         EmbeddingBuilder { num_embeddings, embedding_dim, padding_idx: None }
+    }
+
+    /// Number of vectors.
+    pub fn num_embeddings(&self) -> i64 {
+        self.num_embeddings
+    }
+
+    /// Size of each vector.
+    pub fn embedding_dim(&self) -> i64 {
+        self.embedding_dim
+    }
+
+    /// Looks `own` up in this rank's part of the table, of the indices that were given.
+    fn look_up(&self, own: &Tensor, padding_idx: i64, given: &Tensor) -> Result<Tensor> {
+        let output = Tensor::f_embedding(&self.weight, own, padding_idx, false, false);
+        output.map_err(|error| match self.misuse(given) {
+            Some(what) => {
+                let remedy = format!("give integers in 0..{}", self.num_embeddings);
+                note_misfit(self);
+                Error::from(ModuleError::Input {
+                    layer: format!("{self:?}"),
+                    problem: Problem::new(what, remedy),
+                })
+            }
+            None => error.into(),
+        })
     }
 
     /// Why libtorch refused these indices. Reads them back to the host.
@@ -68,25 +98,24 @@ impl Forward for Embedding {
         within_call(self, indices, |indices| {
             Parameter::gather_all([Some(&self.weight)])?;
             let padding_idx = self.padding_idx.unwrap_or(-1);
-            let output = Tensor::f_embedding(&self.weight, indices, padding_idx, false, false);
-            Ok(output.map_err(|error| match self.misuse(indices) {
-                Some(what) => {
-                    let remedy = format!("give integers in 0..{}", self.num_embeddings);
-                    note_misfit(self);
-                    Error::from(ModuleError::Input {
-                        layer: format!("{self:?}"),
-                        problem: Problem::new(what, remedy),
-                    })
+            let Some(parallel) = self.parallel.get() else {
+                return Ok(self.look_up(indices, padding_idx, indices)?);
+            };
+            let own_padding_idx = match parallel.side {
+                Side::Output { .. } => padding_idx,
+                Side::Input => {
+                    let own = padding_idx - parallel.start();
+                    if (0..parallel.len()).contains(&own) { own } else { -1 }
                 }
-                None => error.into(),
-            })?)
+            };
+            Ok(parallel.look_up(indices, |own| self.look_up(own, own_padding_idx, indices))?)
         })
     }
 }
 
 impl fmt::Debug for Embedding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Embedding({}, {})", self.num_embeddings, self.embedding_dim)
+        write!(f, "Embedding({}, {}{})", self.num_embeddings, self.embedding_dim, self.parallel)
     }
 }
 
@@ -123,6 +152,12 @@ impl EmbeddingBuilder {
         if let Some(index) = padding_idx {
             init::zeros_(&weight.detach().f_select(0, index)?)?;
         }
-        Ok(Embedding { weight, num_embeddings, embedding_dim, padding_idx })
+        Ok(Embedding {
+            weight,
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            parallel: ParallelMode::default(),
+        })
     }
 }

@@ -7,8 +7,10 @@ use tch::Tensor;
 use crate::error::Result;
 use crate::nn::calls::call::within_call;
 use crate::nn::check::{at_least, empty, explain};
+use crate::nn::compute::{Compute, ComputeMode};
 use crate::nn::init;
 use crate::nn::module::{Forward, Module};
+use crate::nn::parallel::mode::ParallelMode;
 use crate::nn::parameter::Parameter;
 
 /// Applies `y = x Wᵀ + b` to the last dimension, as `torch.nn.Linear`.
@@ -42,6 +44,11 @@ pub struct Linear {
     pub bias: Option<Parameter>,
     in_features: i64,
     out_features: i64,
+    /// In which numbers it computes.
+    pub(in crate::nn) compute: ComputeMode,
+    /// Whether this rank has a slice of it.
+    #[module(skip)]
+    pub(in crate::nn) parallel: ParallelMode,
 }
 
 impl Linear {
@@ -68,9 +75,56 @@ impl Linear {
         self.out_features
     }
 
+    /// What the layer gives: its product, or this rank's part of it with what the ranks exchange.
+    pub(super) fn product(&self, input: &Tensor, is_first_microbatch: Option<bool>) -> Result<Tensor> {
+        let product = |input: &Tensor, in_features, bias: Option<&Parameter>| {
+            self.own_product(input, in_features, bias, is_first_microbatch)
+        };
+        match self.parallel.get() {
+            None => product(input, self.in_features, self.bias.as_ref()),
+            Some(parallel) => parallel.product(input, (self.in_features, self.bias.as_ref()), product),
+        }
+    }
+
     /// The product itself; the only place that computes it.
-    fn product(&self, input: &Tensor) -> Result<Tensor, tch::TchError> {
-        input.f_linear(&self.weight, self.bias.as_deref())
+    fn own_product(
+        &self,
+        input: &Tensor,
+        in_features: i64,
+        bias: Option<&Parameter>,
+        is_first_microbatch: Option<bool>,
+    ) -> Result<Tensor> {
+        let fits = input.size().last() == Some(&in_features);
+        if fits && let Some((fp8, recipe)) = self.compute.active_fp8() {
+            return fp8.product(&recipe, input, (&self.weight, bias), is_first_microbatch);
+        }
+        let plain = || {
+            explain(self, input.f_linear(&self.weight, bias.map(|bias| bias.tensor())), input, |shape| {
+                let expected = format!("last dimension must be {in_features}");
+                (shape.last() != Some(&in_features)).then(|| (format!("{self:?}"), expected))
+            })
+        };
+        match self.compute.get() {
+            Compute::Quantized(layer) if fits => {
+                layer.linear(input, &self.weight, bias.map(|bias| bias.tensor()))
+            }
+            Compute::Measured(observer) if fits => {
+                observer.inputs(&[input])?;
+                let output = plain()?;
+                observer.output(&output)?;
+                Ok(output)
+            }
+            Compute::Unmeasured(layer) => Err(layer.error()),
+            _ => plain(),
+        }
+    }
+
+    /// A call that knows which batch of an accumulation window it is of.
+    pub(in crate::nn) fn forward_microbatch(&self, input: &Tensor, is_first: bool) -> anyhow::Result<Tensor> {
+        within_call(self, input, |input| {
+            Parameter::gather_all([Some(&self.weight), self.bias.as_ref()])?;
+            Ok(self.product(input, Some(is_first))?)
+        })
     }
 }
 
@@ -78,17 +132,15 @@ impl Forward for Linear {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
         within_call(self, input, |input| {
             Parameter::gather_all([Some(&self.weight), self.bias.as_ref()])?;
-            Ok(explain(self, self.product(input), input, |shape| {
-                let expected = format!("last dimension must be {}", self.in_features);
-                (shape.last() != Some(&self.in_features)).then(|| (format!("{self:?}"), expected))
-            })?)
+            Ok(self.product(input, None)?)
         })
     }
 }
 
 impl fmt::Debug for Linear {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Linear({}, {}{})", self.in_features, self.out_features, no_bias(&self.bias))
+        let (bias, parallel) = (no_bias(&self.bias), &self.parallel);
+        write!(f, "Linear({}, {}{bias}{parallel})", self.in_features, self.out_features)
     }
 }
 
@@ -123,6 +175,7 @@ impl LinearBuilder {
         let weight = Parameter::new(empty(&[out_features, in_features])?);
         let bias = if bias { Some(Parameter::new(empty(&[out_features])?)) } else { None };
         init::linear_(&weight, bias.as_deref())?;
-        Ok(Linear { weight, bias, in_features, out_features })
+        let (compute, parallel) = (ComputeMode::default(), ParallelMode::default());
+        Ok(Linear { weight, bias, in_features, out_features, compute, parallel })
     }
 }

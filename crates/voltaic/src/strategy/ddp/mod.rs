@@ -96,6 +96,10 @@ impl Strategy for Ddp {
         self.name
     }
 
+    fn excludes_frozen_parameters(&self) -> bool {
+        self.config.exclude_frozen_parameters
+    }
+
     fn world(&self) -> &World {
         &self.world
     }

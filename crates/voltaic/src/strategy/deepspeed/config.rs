@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use super::settings::DeepSpeedSettings;
-use crate::config::read_text_file;
+use super::inference::{InferenceSettings, TensorParallel, inference_of};
+use super::settings::{DeepSpeedSettings, TITLE};
+use crate::config::{Document, read_text_file};
 use crate::error::{ConfigError, ConfigProblem};
 
 /// Arguments that have an effect with float16 only.
@@ -37,7 +38,8 @@ pub struct DeepSpeedStrategy {
     pub zero_optimization: bool,
     /// What is divided: 1 optimizer states, 2 gradients too, 3 weights too.
     pub stage: u64,
-    /// Where weights are made: `cpu` or `nvme`. On the device unless set.
+    /// Where weights are made: `cpu` or `nvme`. With stage 3 they are made unit by unit in any case, and each rank keeps its shard where
+    /// `offload_parameters` says.
     pub remote_device: Option<String>,
     /// Whether optimizer states are kept off the device.
     pub offload_optimizer: bool,
@@ -101,13 +103,13 @@ pub struct DeepSpeedStrategy {
     pub hysteresis: u64,
     /// Least factor.
     pub min_loss_scale: u64,
-    /// Divides checkpointed activations among ranks.
+    /// Divides inputs of checkpointed segments among the ranks of a model-parallel group; without one they stay whole.
     pub partition_activations: bool,
-    /// Keeps checkpointed activations in the host's memory.
+    /// Keeps inputs of checkpointed segments in the host's memory.
     pub cpu_checkpointing: bool,
-    /// Keeps checkpointed activations in one piece.
+    /// Keeps inputs of checkpointed segments in one piece.
     pub contiguous_memory_optimization: bool,
-    /// Waits for the device at each checkpointed activation.
+    /// Waits for the device before and after each checkpointed segment.
     pub synchronize_checkpoint_boundary: bool,
     /// Loads one file with all weights, with stage 3.
     pub load_full_weights: bool,
@@ -124,6 +126,23 @@ pub struct DeepSpeedStrategy {
     pub exclude_frozen_parameters: bool,
     /// What may differ between ranks, by the keys that the error of a difference names; a key stands for those below it, too.
     pub allow_differences: Vec<String>,
+    /// Layers are divided among ranks, for inference: `{tp_size: 8}`. This and the following keys select inference
+    /// (`deepspeed.init_inference`), which trains nothing; each may be in `config`, too.
+    pub tensor_parallel: Option<TensorParallel>,
+    /// Dtype of the weights, for inference: `float`, `half`, `bf16`.
+    pub dtype: Option<String>,
+    /// DeepSpeed's kernels, for inference: voltaic's own are used in any case.
+    pub replace_with_kernel_inject: Option<bool>,
+    /// Calls that a step makes by `ctx.graphed` are replayed, for inference with `tp_size` 1.
+    pub enable_cuda_graph: Option<bool>,
+    /// Names of row-wise layers by the type of their module, for inference: `{Block: [attn.out, mlp.out]}`, `{Net: l1}`.
+    pub injection_policy: Option<Value>,
+    /// Has no effect, as in DeepSpeed.
+    pub replace_method: Option<String>,
+    /// Weights to begin with, for inference.
+    pub checkpoint: Option<String>,
+    /// Folder that `checkpoint` is in.
+    pub base_dir: Option<String>,
 }
 
 impl Default for DeepSpeedStrategy {
@@ -174,25 +193,55 @@ impl Default for DeepSpeedStrategy {
             exclude_frozen_parameters: false,
             gather_after_fit: true,
             allow_differences: Vec::new(),
+            tensor_parallel: None,
+            dtype: None,
+            replace_with_kernel_inject: None,
+            enable_cuda_graph: None,
+            injection_policy: None,
+            replace_method: None,
+            checkpoint: None,
+            base_dir: None,
         }
     }
 }
 
-/// Arguments of Lightning's class that are the trainer's own here, and those of DeepSpeed's inference.
+/// Arguments of inference.
+const OF_INFERENCE: [&str; 8] = [
+    "tensor_parallel",
+    "dtype",
+    "replace_with_kernel_inject",
+    "enable_cuda_graph",
+    "injection_policy",
+    "replace_method",
+    "checkpoint",
+    "base_dir",
+];
+
+/// Arguments that count whatever the settings are.
+const OF_ALL: [&str; 7] = [
+    "config",
+    "parallel_devices",
+    "timeout_secs",
+    "process_group_backend",
+    "gather_after_fit",
+    "exclude_frozen_parameters",
+    "allow_differences",
+];
+
+/// Settings that were read.
+pub(crate) enum Read {
+    Training(Box<DeepSpeedSettings>),
+    Inference(InferenceSettings),
+}
+
+/// Arguments of Lightning's class that are the trainer's own here.
 fn refused() -> Value {
     let refused = |what: &str, remedy: &str| json!({"what": what, "remedy": remedy});
-    let inference = refused("inference settings are not there yet", "leave it out");
     json!({
         "accelerator": refused("the trainer has one accelerator", "set trainer.accelerator"),
         "precision_plugin": refused("the trainer has one precision", "name a class in trainer.plugins"),
         "cluster_environment": refused("the launcher is known by the variables that it sets", "remove it"),
         "timeout": refused("is given in seconds here", "set timeout_secs"),
-        "tensor_parallel": inference,
-        "dtype": inference,
-        "replace_with_kernel_inject": inference,
-        "enable_cuda_graph": inference,
-        "replace_method": inference,
-        "injection_policy": inference,
     })
 }
 
@@ -280,15 +329,29 @@ impl DeepSpeedStrategy {
         all
     }
 
-    /// The settings in force: of `config`, of the file that the environment names, or of the arguments.
-    pub(crate) fn read(&self) -> Result<DeepSpeedSettings, ConfigError> {
+    /// The settings in force: of `config`, of the file that the environment names, or of the arguments. Those of inference are looked for
+    /// first.
+    pub(crate) fn read(&self) -> Result<Read, ConfigError> {
         const KEY: &str = "trainer.strategy.config";
         let by_variable = std::env::var(PATH_VARIABLE).ok().filter(|path| !path.is_empty());
-        let mut settings = match (&self.config, by_variable) {
-            (Some(Value::String(path)), _) => read_file(KEY, path)?,
-            (Some(config), _) => DeepSpeedSettings::of_value(KEY, config)?,
-            (None, Some(path)) => read_file(PATH_VARIABLE, &path)?,
-            (None, None) => {
+        let document = match (&self.config, by_variable) {
+            (Some(Value::String(path)), _) => Some(read_file(KEY, path)?),
+            (Some(config), _) => Some(Document::of_value(TITLE, KEY, config)?),
+            (None, Some(path)) => Some(read_file(PATH_VARIABLE, &path)?),
+            (None, None) => None,
+        };
+        let document = match inference_of(document, &self.inference_arguments(), "trainer.strategy")? {
+            Ok(mut settings) => {
+                let key = settings.key.clone();
+                let idle = format!("{key} selects inference");
+                settings.notes.extend(self.idle(&|key| OF_INFERENCE.contains(&key), &idle));
+                return Ok(Read::Inference(settings));
+            }
+            Err(document) => document,
+        };
+        let mut settings = match document {
+            Some(document) => DeepSpeedSettings::of_document(document)?,
+            None => {
                 let mut settings = DeepSpeedSettings::of_value("", &self.generated())
                     .map_err(|error| self.by_arguments(error))?;
                 self.keep_own_notes(&mut settings.notes);
@@ -296,7 +359,25 @@ impl DeepSpeedStrategy {
             }
         };
         self.complete(&mut settings);
-        Ok(settings)
+        Ok(Read::Training(Box::new(settings)))
+    }
+
+    /// The arguments of inference that are given.
+    fn inference_arguments(&self) -> Map<String, Value> {
+        let own = json!(self);
+        let given = OF_INFERENCE.into_iter().map(|key| (key.to_owned(), own[key].clone()));
+        given.filter(|(_, value)| !value.is_null()).collect()
+    }
+
+    /// Arguments that were set and do not count, a sentence each.
+    fn idle(&self, counts: &dyn Fn(&str) -> bool, why: &str) -> Vec<String> {
+        let standard = Self { config: None, ..Self::default() };
+        let (own, standard) = (json!({ "of": self }), json!({ "of": standard }));
+        let set = own["of"].as_object().into_iter().flatten();
+        let idle = set.filter(|(key, value)| {
+            !counts(key) && !OF_ALL.contains(&key.as_str()) && standard["of"][key] != **value
+        });
+        idle.map(|(key, _)| format!("trainer.strategy.{key} has no effect: {why}")).collect()
     }
 
     /// Fills in what Lightning takes from the arguments, however the settings were given.
@@ -309,25 +390,9 @@ impl DeepSpeedStrategy {
             fp16.hysteresis = self.hysteresis;
             fp16.min_loss_scale = self.min_loss_scale as f64;
         }
-        let idle = "the settings were given as DeepSpeed's";
         if self.config.is_some() {
-            let standard = Self { config: None, ..Self::default() };
-            let (own, standard) = (json!({ "of": self }), json!({ "of": standard }));
-            let beside = [
-                "config",
-                "parallel_devices",
-                "timeout_secs",
-                "process_group_backend",
-                "gather_after_fit",
-                "allow_differences",
-            ];
-            for (key, value) in own["of"].as_object().into_iter().flatten() {
-                let counts = beside.contains(&key.as_str())
-                    || (OF_LOSS_SCALE.contains(&key.as_str()) && !settings.names_precision);
-                if !counts && standard["of"][key] != *value {
-                    settings.notes.push(format!("trainer.strategy.{key} has no effect: {idle}"));
-                }
-            }
+            let counts = |key: &str| OF_LOSS_SCALE.contains(&key) && !settings.names_precision;
+            settings.notes.extend(self.idle(&counts, "the settings were given as DeepSpeed's"));
         }
         if self.logging_level.is_some() {
             settings.notes.push("trainer.strategy.logging_level has no effect: set VOLTAIC_LOG".to_owned());
@@ -341,29 +406,39 @@ impl DeepSpeedStrategy {
         let mut kept = Vec::new();
         for note in notes.iter() {
             let Some((key, why)) = note.split_once(' ') else { continue };
-            let key = key.rsplit('.').next().unwrap_or(key);
-            if differs(key) {
-                kept.push(format!("trainer.strategy.{key} {why}"));
+            let argument = argument_of(key.split('=').next().unwrap_or(key));
+            if differs(argument) {
+                kept.push(format!("trainer.strategy.{argument} {why}"));
             }
         }
-        if !self.offload_optimizer && !self.offload_parameters {
-            let of_offload = [
-                "offload_params_device",
-                "nvme_path",
-                "params_buffer_count",
-                "params_buffer_size",
-                "max_in_cpu",
-                "offload_optimizer_device",
-                "optimizer_buffer_count",
-                "block_size",
-                "queue_depth",
-                "single_submit",
-                "overlap_events",
-                "thread_count",
-                "pin_memory",
-            ];
-            let set = of_offload.into_iter().filter(|key| differs(key));
-            kept.extend(set.map(|key| format!("trainer.strategy.{key} has no effect: nothing is offloaded")));
+        let (optimizer, params) = (self.offload_optimizer, self.offload_parameters);
+        let is_nvme = |offloads: bool, device: &str| offloads && device == "nvme";
+        let in_files = [
+            is_nvme(optimizer, &self.offload_optimizer_device),
+            is_nvme(params, &self.offload_params_device),
+        ];
+        let any_file = in_files[0] || in_files[1];
+        for (key, counts) in [
+            ("remote_device", params || self.stage < 3),
+            ("offload_optimizer_device", optimizer),
+            ("offload_params_device", params),
+            ("pin_memory", optimizer || params),
+            ("nvme_path", any_file),
+            ("optimizer_buffer_count", in_files[0]),
+            ("params_buffer_count", in_files[1]),
+            ("params_buffer_size", in_files[1]),
+            ("max_in_cpu", in_files[1]),
+            ("block_size", any_file),
+            ("queue_depth", any_file),
+            ("single_submit", any_file),
+            ("overlap_events", any_file),
+            ("thread_count", any_file),
+        ] {
+            if differs(key) && !counts {
+                let what =
+                    if optimizer || params { "nothing of this is offloaded" } else { "nothing is offloaded" };
+                kept.push(format!("trainer.strategy.{key} has no effect: {what}"));
+            }
         }
         *notes = kept;
     }
@@ -371,14 +446,7 @@ impl DeepSpeedStrategy {
     /// Names problems by the arguments that they come from.
     fn by_arguments(&self, mut error: ConfigError) -> ConfigError {
         for ConfigProblem { key, .. } in &mut error.problems {
-            let own = match key.as_str() {
-                "zero_optimization.offload_param" => "offload_parameters",
-                "zero_optimization.offload_param.device" => "offload_params_device",
-                "zero_optimization.offload_optimizer.device" => "offload_optimizer_device",
-                "train_micro_batch_size_per_gpu" => "logging_batch_size_per_gpu",
-                other => other.rsplit('.').next().unwrap_or(other),
-            };
-            *key = format!("trainer.strategy.{own}");
+            *key = format!("trainer.strategy.{}", argument_of(key));
         }
         error
     }
@@ -415,17 +483,14 @@ impl DeepSpeedStrategy {
             let what = format!("{number} devices, but trainer.devices means {devices}");
             refuse("parallel_devices", what, "set trainer.devices, or leave it out");
         }
-        if let Some(device) = &self.remote_device {
-            let what = format!("{device}: making weights off the device is not there yet");
-            refuse("remote_device", what, "leave it out");
+        if let Some(device) = self.remote_device.as_deref().filter(|device| !["cpu", "nvme"].contains(device))
+        {
+            let what = format!("`{device}` is not a place off the device");
+            refuse("remote_device", what, "set cpu or nvme, or leave it out");
         }
         if self.load_full_weights {
             let what = "true is not needed: any checkpoint of voltaic has the whole weights".to_owned();
             refuse("load_full_weights", what, "leave it out");
-        }
-        if self.exclude_frozen_parameters {
-            let what = "true is not there yet".to_owned();
-            refuse("exclude_frozen_parameters", what, "leave it out");
         }
         self.check_loss_scale(&mut refuse);
         if let Some(size) = &self.logging_batch_size_per_gpu
@@ -461,6 +526,17 @@ impl DeepSpeedStrategy {
     }
 }
 
+/// The argument that a key of DeepSpeed's settings comes from.
+fn argument_of(key: &str) -> &str {
+    match key {
+        "zero_optimization.offload_param" => "offload_parameters",
+        "zero_optimization.offload_param.device" => "offload_params_device",
+        "zero_optimization.offload_optimizer.device" => "offload_optimizer_device",
+        "train_micro_batch_size_per_gpu" => "logging_batch_size_per_gpu",
+        other => other.rsplit('.').next().unwrap_or(other),
+    }
+}
+
 /// Whether an element of `parallel_devices` is a device of the accelerator: `1`, `cpu`, `hpu:1`.
 fn is_device(element: &Value, accelerator: &str) -> bool {
     let Some(text) = element.as_str() else { return element.is_u64() };
@@ -468,7 +544,7 @@ fn is_device(element: &Value, accelerator: &str) -> bool {
     name == accelerator && index.parse::<usize>().is_ok()
 }
 
-fn read_file(key: &str, path: &str) -> Result<DeepSpeedSettings, ConfigError> {
+fn read_file(key: &str, path: &str) -> Result<Document, ConfigError> {
     let refuse = |what: String, remedy: &'static str| ConfigError::new(key, what, remedy);
     let remedy = "name a file with DeepSpeed's settings as JSON";
     let text = read_text_file(Path::new(path), MAX_FILE).map_err(|error| match error.kind() {
@@ -478,5 +554,5 @@ fn read_file(key: &str, path: &str) -> Result<DeepSpeedSettings, ConfigError> {
         }
         _ => refuse(format!("{path} cannot be read: {error}"), remedy),
     })?;
-    DeepSpeedSettings::of_text(path, &text)
+    Document::of_json(TITLE, path, &text)
 }

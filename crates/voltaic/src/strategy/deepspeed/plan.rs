@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use super::config::DeepSpeedStrategy;
+use super::config::{DeepSpeedStrategy, Read};
+use super::inference::InferencePlan;
 use super::settings::DeepSpeedSettings;
 use crate::error::{ConfigError, ConfigProblem};
 use crate::optim::{Interval, LrSchedulerSpec, Optimizers};
@@ -18,10 +19,18 @@ pub(crate) struct DeepSpeedPlan {
     pub timeout: Duration,
     /// After a call the module is whole on each rank.
     pub gather_after_fit: bool,
+    /// Frozen parameters are left out of checkpoints.
+    pub exclude_frozen_parameters: bool,
     /// Keys of what may differ between ranks.
     pub allow_differences: Vec<String>,
     /// `key=value` of arguments that say how the loss is scaled.
     loss_scale_arguments: Vec<String>,
+}
+
+/// What settings turn out to be for.
+pub(crate) enum Understood {
+    Training(Box<DeepSpeedPlan>),
+    Inference(Box<InferencePlan>),
 }
 
 impl DeepSpeedPlan {
@@ -31,7 +40,7 @@ impl DeepSpeedPlan {
         given: &DeepSpeedStrategy,
         accelerator: &str,
         devices: usize,
-    ) -> Result<Self, ConfigError> {
+    ) -> Result<Understood, ConfigError> {
         let mut problems = given.check_others(accelerator, devices);
         let timeout = Duration::try_from_secs_f64(given.timeout_secs).unwrap_or_default();
         if timeout.is_zero() || given.timeout_secs > 365.0 * 86_400.0 {
@@ -40,18 +49,28 @@ impl DeepSpeedPlan {
             problems.push(ConfigProblem::new("trainer.strategy.timeout_secs", what, remedy));
         }
         match given.read() {
-            Ok(settings) if problems.is_empty() => {
+            Ok(Read::Inference(settings)) if problems.is_empty() => {
                 let allow_differences = given.allow_differences.clone();
-                let gather_after_fit = given.gather_after_fit;
-                let loss_scale_arguments = given.loss_scale_arguments();
-                Ok(Self {
+                Ok(Understood::Inference(Box::new(InferencePlan {
                     name,
                     settings,
                     timeout,
+                    allow_differences,
+                })))
+            }
+            Ok(Read::Training(settings)) if problems.is_empty() => {
+                let allow_differences = given.allow_differences.clone();
+                let gather_after_fit = given.gather_after_fit;
+                let loss_scale_arguments = given.loss_scale_arguments();
+                Ok(Understood::Training(Box::new(Self {
+                    name,
+                    settings: *settings,
+                    timeout,
                     gather_after_fit,
+                    exclude_frozen_parameters: given.exclude_frozen_parameters,
                     allow_differences,
                     loss_scale_arguments,
-                })
+                })))
             }
             Ok(_) => Err(ConfigError { problems }),
             Err(error) => {
@@ -197,15 +216,22 @@ impl DeepSpeedPlan {
             param_persistence_threshold: size(settings.zero.param_persistence_threshold),
             grad_accum_dtype: settings.data_types.grad_accum_dtype,
             gradient_reduction: settings.gradient_reduction(),
-            master_weights: !settings.bf16.bf16_optimizer_states,
+            master_weights: !settings.has_16_bit_masters(),
+            float32_states: settings.has_16_bit_masters()
+                && (settings.fp16.enabled || !settings.bf16.bf16_optimizer_states),
             fp16: settings.fp16.scaler,
             check_grad_overflow: settings.bf16.check_grad_overflow,
             prefetch_bucket_size: size(settings.zero.prefetch_bucket_size),
             max_live_parameters: size(settings.zero.max_live_parameters),
             max_reuse_distance: size(settings.zero.max_reuse_distance),
             gather_after_fit: self.gather_after_fit,
+            exclude_frozen_parameters: self.exclude_frozen_parameters,
             leaf_modules: settings.zero.leaf_module.all(),
             allow_differences: self.allow_differences.clone(),
+            sub_group_size: size(settings.zero.sub_group_size),
+            offload_optimizer: settings.zero.offload_optimizer.clone(),
+            offload_param: settings.zero.offload_param.clone(),
+            aio: settings.aio.clone(),
             ..ZeroConfig::of_stage(stage)
         })
     }

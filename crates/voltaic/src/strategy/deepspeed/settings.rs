@@ -9,16 +9,17 @@ use tch::Kind;
 
 use super::batch::BatchSizes;
 use super::classes::{OptimizerSection, SchedulerSection};
-use super::offload::Aio;
 use super::zero_section::ZeroSection;
 use crate::config::Document;
 use crate::error::{ConfigError, ConfigProblem};
+use crate::nn::CheckpointSettings;
 use crate::optim::{LrSchedulerConfig, OptimizerConfig};
 use crate::precision::LossScalerConfig;
+use crate::strategy::offload::Aio;
 use crate::strategy::zero::config::GradientReduction;
 
 /// What stands for the key in errors that are about a whole file.
-const TITLE: &str = "DeepSpeed file";
+pub(super) const TITLE: &str = "DeepSpeed file";
 
 /// The settings of a DeepSpeed file.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
@@ -52,8 +53,6 @@ pub(crate) struct DeepSpeedSettings {
     pub gradient_allreduce_op: ReduceOp,
     /// Takes optimizers that DeepSpeed has not tested.
     pub zero_allow_untested_optimizer: bool,
-    /// Updates optimizer states on the host by DeepSpeed's own optimizer only.
-    pub zero_force_ds_cpu_optimizer: bool,
     /// Section `data_types`.
     pub data_types: DataTypes,
     /// Section `fp16`.
@@ -72,9 +71,11 @@ pub(crate) struct DeepSpeedSettings {
     /// Section `activation_checkpointing`.
     activation_checkpointing: ActivationCheckpointing,
     /// Section `aio`.
-    aio: Aio,
+    pub aio: Aio,
     /// Section `checkpoint`.
     checkpoint: CheckpointSection,
+    /// Section `tensor_parallel`.
+    tensor_parallel: TensorParallelSection,
     /// What the section `optimizer` is here.
     #[serde(skip)]
     pub optimizer: Option<OptimizerConfig>,
@@ -105,7 +106,6 @@ impl Default for DeepSpeedSettings {
             gradient_predivide_factor: 1.0,
             gradient_allreduce_op: ReduceOp::Mean,
             zero_allow_untested_optimizer: false,
-            zero_force_ds_cpu_optimizer: true,
             data_types: DataTypes::default(),
             fp16: Fp16::default(),
             bf16: Bf16::default(),
@@ -115,6 +115,7 @@ impl Default for DeepSpeedSettings {
             activation_checkpointing: ActivationCheckpointing::default(),
             aio: Aio::default(),
             checkpoint: CheckpointSection::default(),
+            tensor_parallel: TensorParallelSection::default(),
             optimizer: None,
             scheduler: None,
             names_precision: false,
@@ -128,7 +129,6 @@ fn refused() -> Value {
     let removed = json!({"what": "DeepSpeed has had it in older versions only", "remedy": "remove it"});
     let unless_off = |what: &str, remedy: &str| json!({"what": what, "remedy": remedy, "unless_off": true});
     let absent = unless_off("voltaic does not have it", "remove it");
-    let inference = unless_off("inference settings are not there yet", "remove it");
     json!({
         "nebula": removed,
         "compression_training": removed,
@@ -147,13 +147,7 @@ fn refused() -> Value {
         "expert_parallel": absent,
         "data_efficiency": absent,
         "pipeline": absent,
-        "tensor_parallel": absent,
         "torch_autocast": unless_off("precision is the trainer's", "set trainer.precision"),
-        "dtype": inference,
-        "replace_with_kernel_inject": inference,
-        "enable_cuda_graph": inference,
-        "injection_policy": inference,
-        "injection_policy_tuple": inference,
     })
 }
 
@@ -178,12 +172,10 @@ fn no_effect() -> Value {
         "disable_allgather": "weights are always gathered",
         "disable_python_gc": "there is no Python",
         "dataloader_drop_last": "loaders are made by the data module",
-        "zero_force_ds_cpu_optimizer": "nothing is offloaded",
+        "zero_force_ds_cpu_optimizer": "each optimizer can be updated on the host",
         "vocabulary_size": "DeepSpeed only warns by it",
         "local_rank": launcher,
         "zero_allow_comm_data_type_fp32": launcher,
-        "replace_method": "there is no kernel injection",
-        "aio": "nothing is offloaded to files",
     })
 }
 
@@ -215,11 +207,12 @@ pub(crate) struct DataTypes {
 #[serde(default)]
 #[schemars(extend("x-refused" = json!({
     "auto_cast": {"what": "inputs are not cast", "remedy": "remove it: return float16 batches", "unless_off": true},
-    "fp16_master_weights_and_grads": {"what": "master weights are float32", "remedy": "remove it", "unless_off": true},
 })))]
 pub(crate) struct Fp16 {
     /// Whether weights are float16.
     pub enabled: bool,
+    /// There are no master weights; optimizer states are float32.
+    pub fp16_master_weights_and_grads: bool,
     /// How the loss is scaled.
     #[serde(flatten)]
     pub scaler: LossScalerConfig,
@@ -234,7 +227,7 @@ pub(crate) struct Bf16 {
     pub enabled: bool,
     /// Steps whose gradients are not finite are left out.
     pub check_grad_overflow: bool,
-    /// Optimizer states are bfloat16 alone; goes with the next key.
+    /// Optimizer states are bfloat16, too; goes with the next key.
     pub bf16_optimizer_states: bool,
     /// There are no master weights.
     pub bf16_master_weights_and_grads: bool,
@@ -251,26 +244,24 @@ impl Default for Bf16 {
     }
 }
 
-/// Section `activation_checkpointing`.
+/// Section `activation_checkpointing`: how segments are run that a module checkpoints.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default)]
-#[schemars(extend("x-refused" = not_checkpointed(),
-    "x-no-effect" = json!({"number_checkpoints": "activations are not checkpointed"}),
-    "x-ignores-unknown" = "DeepSpeed"))]
+#[schemars(extend("x-ignores-unknown" = "DeepSpeed"))]
 pub(crate) struct ActivationCheckpointing {
-    /// How many there are.
-    pub number_checkpoints: Option<u64>,
-}
-
-fn not_checkpointed() -> Value {
-    let absent = json!({"what": "checkpointed activations are not there yet", "remedy": "set false", "unless_off": true});
-    json!({
-        "partition_activations": absent,
-        "cpu_checkpointing": absent,
-        "contiguous_memory_optimization": absent,
-        "synchronize_checkpoint_boundary": absent,
-        "profile": absent,
-    })
+    /// Divides inputs of segments among the ranks of a model-parallel group.
+    partition_activations: bool,
+    /// Keeps inputs of segments in the host's memory.
+    cpu_checkpointing: bool,
+    /// Keeps inputs of segments in one piece of memory.
+    contiguous_memory_optimization: bool,
+    /// How many segments a step has.
+    #[schemars(range(min = 1))]
+    number_checkpoints: Option<u64>,
+    /// Waits for the device before and after each segment.
+    synchronize_checkpoint_boundary: bool,
+    /// Logs how long each segment takes.
+    profile: bool,
 }
 
 /// Section `checkpoint`.
@@ -280,6 +271,18 @@ fn not_checkpointed() -> Value {
 pub(crate) struct CheckpointSection {
     /// What is done if ranks name a checkpoint in different ways.
     pub tag_validation: Option<TagValidation>,
+}
+
+/// Section `tensor_parallel` of training.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+#[schemars(extend("x-no-effect" = json!({
+    "preset_model": "the module says how it is divided, or rules for names do",
+    "tp_overlap_comm": "what layers exchange is waited for",
+})))]
+pub(crate) struct TensorParallelSection {
+    /// Ranks that have slices of the same layers; 0 and 1 divide nothing.
+    autotp_size: u64,
 }
 
 /// What is done if ranks name a checkpoint in different ways.
@@ -325,10 +328,35 @@ fn dtype<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Kind>, D::
 }
 
 impl DeepSpeedSettings {
+    /// Ranks that have slices of the same layers.
+    pub fn tp_size(&self) -> usize {
+        usize::try_from(self.tensor_parallel.autotp_size).unwrap_or(usize::MAX).max(1)
+    }
+
     /// The batch sizes that are given.
     pub fn batch(&self) -> BatchSizes {
         let Self { train_batch_size, train_micro_batch_size_per_gpu, .. } = *self;
         BatchSizes { train_batch_size, train_micro_batch_size_per_gpu }
+    }
+
+    /// Whether weights and gradients of 16 bits have no float32 copies.
+    pub fn has_16_bit_masters(&self) -> bool {
+        if self.fp16.enabled {
+            self.fp16.fp16_master_weights_and_grads
+        } else {
+            self.bf16.bf16_master_weights_and_grads
+        }
+    }
+
+    /// How checkpointed segments are run.
+    pub fn checkpoints(&self) -> CheckpointSettings {
+        let ActivationCheckpointing { cpu_checkpointing, synchronize_checkpoint_boundary, profile, .. } =
+            self.activation_checkpointing;
+        CheckpointSettings {
+            inputs_on_host: cpu_checkpointing,
+            synchronize: synchronize_checkpoint_boundary,
+            profile,
+        }
     }
 
     /// How the gradients of the ranks are reduced. DeepSpeed divides by the number of ranks beforehand in stages 2 and 3, with
@@ -352,6 +380,7 @@ impl DeepSpeedSettings {
     }
 
     /// Reads a file's text; `path` is its name in errors.
+    #[cfg(test)]
     pub fn of_text(path: &str, text: &str) -> Result<Self, ConfigError> {
         Self::of_document(Document::of_json(TITLE, path, text)?)
     }
@@ -361,7 +390,8 @@ impl DeepSpeedSettings {
         Self::of_document(Document::of_value(TITLE, key, value)?)
     }
 
-    fn of_document(mut document: Document) -> Result<Self, ConfigError> {
+    /// Reads settings of a document.
+    pub fn of_document(mut document: Document) -> Result<Self, ConfigError> {
         document.rewrite("zero_optimization", |value| Some(json!({"stage": u64::from(value.as_bool()?)})));
         let mut settings: Self = document.read();
         settings.names_precision = document.has("fp16") || document.has("bf16");
@@ -370,6 +400,12 @@ impl DeepSpeedSettings {
         settings.check(&mut document);
         settings.zero.check(&mut document);
         settings.zero.stage = settings.zero.stage.min(3);
+        if document.has("aio") && !settings.zero.has_files() {
+            document.note("aio", "nothing is offloaded to files");
+        }
+        if document.has("zero_optimization.sub_group_size") && !settings.zero.offloads() {
+            document.note("zero_optimization.sub_group_size", "nothing is offloaded");
+        }
         (settings.notes, settings.unknown_keys) = document.finish()?;
         Ok(settings)
     }
@@ -389,6 +425,7 @@ impl DeepSpeedSettings {
         }
         self.check_precision(document);
         self.check_reduction(document);
+        self.check_checkpoints(document);
         if let Some(limit) =
             self.gradient_clipping.filter(|limit| *limit > 0.0 && !self.zero.compute_grad_norm)
         {
@@ -398,8 +435,43 @@ impl DeepSpeedSettings {
         }
     }
 
+    /// As `deepspeed.checkpointing.configure` checks them.
+    fn check_checkpoints(&self, document: &mut Document) {
+        let ActivationCheckpointing {
+            partition_activations,
+            contiguous_memory_optimization,
+            number_checkpoints,
+            ..
+        } = self.activation_checkpointing;
+        let key = |name: &str| format!("activation_checkpointing.{name}");
+        if partition_activations {
+            let why = "there is no model-parallel group, so that activations stay whole on each rank";
+            document.note(&key("partition_activations"), why);
+        }
+        let contiguous = key("contiguous_memory_optimization");
+        match (contiguous_memory_optimization, partition_activations, number_checkpoints) {
+            (false, _, Some(_)) => {
+                document.note(&key("number_checkpoints"), "contiguous_memory_optimization alone needs it");
+            }
+            (false, ..) => {}
+            (true, false, _) => {
+                let what = "true without partition_activations".to_owned();
+                document.refuse(&contiguous, what, "set partition_activations=true, too");
+            }
+            (true, true, None) => {
+                let what = "true without number_checkpoints".to_owned();
+                let remedy = "set number_checkpoints to how many segments a step has, which only a file can, or set false";
+                document.refuse(&contiguous, what, remedy);
+            }
+            (true, true, Some(_)) => {
+                document
+                    .note(&contiguous, "memory comes from pools, which keep freed blocks for the next step");
+            }
+        }
+    }
+
     fn check_precision(&self, document: &mut Document) {
-        let Self { fp16: Fp16 { enabled, scaler }, bf16, .. } = self;
+        let Self { fp16: Fp16 { enabled, fp16_master_weights_and_grads: low, scaler }, bf16, .. } = self;
         let of_scale = [
             "loss_scale",
             "initial_scale_power",
@@ -426,18 +498,16 @@ impl DeepSpeedSettings {
             let what = format!("2 to the power of {} is infinite in float32", scaler.initial_scale_power);
             document.refuse("fp16.initial_scale_power", what, "set 16, or another number up to 127");
         }
-        match (bf16.bf16_optimizer_states, bf16.bf16_master_weights_and_grads) {
-            (false, true) => document.refuse(
-                "bf16.bf16_master_weights_and_grads",
-                "true without bf16_optimizer_states needs an offload, which is not there yet".to_owned(),
-                "set bf16_optimizer_states=true, too",
-            ),
-            (true, false) => document.refuse(
+        if bf16.bf16_optimizer_states && !bf16.bf16_master_weights_and_grads {
+            document.refuse(
                 "bf16.bf16_optimizer_states",
                 "true without bf16_master_weights_and_grads".to_owned(),
                 "set bf16_master_weights_and_grads=true, too",
-            ),
-            _ => {}
+            );
+        }
+        if *low && !enabled {
+            let key = "fp16.fp16_master_weights_and_grads";
+            document.note(key, "weights are float16 with fp16.enabled=true only");
         }
     }
 

@@ -3,15 +3,32 @@
 use serde_json::json;
 use tch::Kind;
 
-use super::config::DeepSpeedStrategy;
+use super::config::{DeepSpeedStrategy, Read};
+use super::inference::{InferenceSettings, TensorParallel};
 use super::settings::DeepSpeedSettings;
 use crate::config::{faults, schema_of};
+use crate::error::ConfigError;
 use crate::optim::{
     LrSchedulerConfig, MuonWithAuxAdam, NsMethod, OptimizerConfig, WarmupDecayLr, WarmupType,
 };
+use crate::strategy::OffloadDevice;
 
 fn read(text: &str) -> DeepSpeedSettings {
     DeepSpeedSettings::of_text("ds.json", text).expect("a valid file")
+}
+
+fn training(strategy: &DeepSpeedStrategy) -> Result<DeepSpeedSettings, ConfigError> {
+    match strategy.read()? {
+        Read::Training(settings) => Ok(*settings),
+        Read::Inference(settings) => panic!("{} selects inference", settings.key),
+    }
+}
+
+fn inference(strategy: &DeepSpeedStrategy) -> Result<InferenceSettings, ConfigError> {
+    match strategy.read()? {
+        Read::Training(_) => panic!("{strategy:?} is for training"),
+        Read::Inference(settings) => Ok(settings),
+    }
 }
 
 /// The problems of a file, as text.
@@ -137,10 +154,21 @@ fn combinations_that_deepspeed_refuses_are_refused() {
             "sum does not go with stage 3",
         ),
         (
-            r#"{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}"#,
-            "zero_optimization.offload_optimizer (from ds.json:1): offloading to cpu is not there yet",
+            r#"{"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}"#,
+            "zero_optimization.offload_optimizer (from ds.json:1): offloads optimizer states with stage 0",
         ),
-        (r#"{"zero_optimization": {"stage": 2, "cpu_offload": true}}"#, "offloading to cpu is not there yet"),
+        (
+            r#"{"zero_optimization": {"stage": 2, "cpu_offload_param": true}}"#,
+            "zero_optimization.cpu_offload_param (from ds.json:1): offloads parameters with stage 2",
+        ),
+        (
+            r#"{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}"#,
+            "zero_optimization.offload_optimizer.ratio (from ds.json:1): 0.5 with stage 2; set 1, or use stage 3",
+        ),
+        (
+            r#"{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}}"#,
+            "1.5 is not a share; set a number from 0 to 1",
+        ),
         (
             r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}"#,
             "offloads parameters with stage 2; use stage 3",
@@ -149,9 +177,21 @@ fn combinations_that_deepspeed_refuses_are_refused() {
             r#"{"zero_optimization": {"stage": 3, "max_live_parameters": 1, "stage3_max_live_parameters": 1}}"#,
             "is given beside stage3_max_live_parameters, which is the same",
         ),
-        (r#"{"activation_checkpointing": {"cpu_checkpointing": true}}"#, "not there yet; set false"),
+        (
+            r#"{"activation_checkpointing": {"contiguous_memory_optimization": true}}"#,
+            "contiguous_memory_optimization (from ds.json:1): true without partition_activations; set",
+        ),
+        (
+            r#"{"activation_checkpointing": {"contiguous_memory_optimization": true, "partition_activations": true}}"#,
+            "true without number_checkpoints; set number_checkpoints to how many segments",
+        ),
+        (
+            r#"{"activation_checkpointing": {"cpu_checkpointing": 3}}"#,
+            "activation_checkpointing.cpu_checkpointing (from ds.json:1): `3` is",
+        ),
         (r#"{"autotuning": {"enabled": true}}"#, "autotuning is not supported; remove it"),
-        (r#"{"tensor_parallel": {"tp_size": 4}}"#, "voltaic does not have it"),
+        (r#"{"hybrid_engine": {"enabled": true}}"#, "voltaic does not have it"),
+        (r#"{"tensor_parallel": {"tp_size": 4}}"#, "tensor_parallel.tp_size (from ds.json:1): unknown key"),
         (
             r#"{"checkpoint": {"tag_validation": "Sometimes"}}"#,
             "`Sometimes` is not one of the values; give one of `Ignore`, `Warn`, `Fail`",
@@ -180,7 +220,7 @@ fn keys_are_described() {
 fn keys_under_older_names_are_named_as_they_were_written() {
     let found = errors(
         "{\"bfloat16\": {\n\"bf16_optimizer_states\": true, \"enabeld\": true},\n\"zero_optimization\": {\n\
-         \"max_live_parameters\": -1, \"contiguous_gradient\": true, \"offload_param\": {\"device\": \"nvme\"}}}",
+         \"max_live_parameters\": -1, \"contiguous_gradient\": true, \"stage\": 3, \"offload_param\": {\"device\": \"nvme\"}}}",
     );
     for expected in [
         "bfloat16.bf16_optimizer_states (from ds.json:2): true without bf16_master_weights_and_grads",
@@ -188,11 +228,10 @@ fn keys_under_older_names_are_named_as_they_were_written() {
         "zero_optimization.max_live_parameters (from ds.json:4): `-1` is outside the range",
         "zero_optimization.contiguous_gradient (from ds.json:4): unknown key; did you mean zero_optimization.contiguous_gradients",
         "zero_optimization.offload_param.nvme_path (from ds.json:4): is missing with device nvme; name a folder",
-        "zero_optimization.offload_param (from ds.json:4): offloads parameters with stage 0",
     ] {
         assert!(found.iter().any(|problem| problem.contains(expected)), "no `{expected}` in {found:#?}");
     }
-    assert_eq!(found.len(), 6, "{found:#?}");
+    assert_eq!(found.len(), 5, "{found:#?}");
 }
 
 #[test]
@@ -337,7 +376,7 @@ fn settings_of_an_optimizer_that_are_out_of_range_are_reported_with_the_rest() {
 
 #[test]
 fn arguments_mean_what_lightning_makes_of_them() {
-    let settings = DeepSpeedStrategy::stage(3).reduce_bucket_size(7).read().expect("valid");
+    let settings = training(&DeepSpeedStrategy::stage(3).reduce_bucket_size(7)).expect("valid");
     assert_eq!(
         (settings.zero.stage, settings.zero.reduce_bucket_size, settings.zero.sub_group_size),
         (3, 7, 1_000_000_000_000)
@@ -350,39 +389,123 @@ fn arguments_mean_what_lightning_makes_of_them() {
         nvme_path: "/fast".to_owned(),
         ..DeepSpeedStrategy::default()
     };
-    let notes = set.read().expect("valid").notes;
+    let notes = training(&set).expect("valid").notes;
     assert_eq!(
         notes,
         [
-            "trainer.strategy.sub_group_size has no effect: a rank updates its part at once",
+            "trainer.strategy.sub_group_size has no effect: nothing is offloaded",
             "trainer.strategy.nvme_path has no effect: nothing is offloaded"
         ]
     );
     let off = DeepSpeedStrategy { zero_optimization: false, ..DeepSpeedStrategy::default() };
-    assert_eq!(off.read().map(|settings| settings.zero.stage), Ok(0));
+    assert_eq!(training(&off).map(|settings| settings.zero.stage), Ok(0));
     let offload = DeepSpeedStrategy { offload_optimizer: true, ..DeepSpeedStrategy::default() };
-    let error = offload.read().expect_err("not yet").to_string();
-    assert!(
-        error.contains("trainer.strategy.offload_optimizer: offloading to cpu is not there yet"),
-        "{error}"
+    let settings = training(&offload).expect("valid");
+    assert_eq!(settings.zero.offload_optimizer.device, OffloadDevice::Cpu);
+    let files = DeepSpeedStrategy {
+        offload_optimizer_device: "nvme".to_owned(),
+        max_in_cpu: 5,
+        offload_optimizer: true,
+        ..DeepSpeedStrategy::default()
+    };
+    let settings = training(&files).expect("valid");
+    assert_eq!(settings.zero.offload_optimizer.device, OffloadDevice::Cpu, "stage 2");
+    assert_eq!(
+        settings.notes,
+        [
+            "trainer.strategy.offload_optimizer_device has no effect: stage 2 keeps optimizer states in memory of the host, as with cpu",
+            "trainer.strategy.max_in_cpu has no effect: nothing of this is offloaded"
+        ]
     );
     let own = DeepSpeedStrategy {
         stage: 1,
         ..DeepSpeedStrategy::settings(json!({"zero_optimization": {"stage": 2}}))
     };
-    let settings = own.read().expect("valid");
+    let settings = training(&own).expect("valid");
     assert_eq!(settings.zero.stage, 2, "config decides");
     assert!(
         settings.notes.iter().any(|note| note.starts_with("trainer.strategy.stage has no effect")),
         "{:?}",
         settings.notes
     );
-    let error =
-        DeepSpeedStrategy::settings(json!({"zero_optimization": {"stag": 2}})).read().expect_err("a typo");
+    let error = training(&DeepSpeedStrategy::settings(json!({"zero_optimization": {"stag": 2}})))
+        .expect_err("a typo");
     assert_eq!(
         error.to_string(),
         "trainer.strategy.config.zero_optimization.stag: unknown key; did you mean zero_optimization.stage"
     );
-    let error = DeepSpeedStrategy::file("/nowhere/ds.json").read().expect_err("no such file").to_string();
+    let error = training(&DeepSpeedStrategy::file("/nowhere/ds.json")).expect_err("no such file").to_string();
     assert!(error.contains("trainer.strategy.config: you passed in a path to a DeepSpeed config but the path does not exist: /nowhere/ds.json"), "{error}");
+}
+
+/// The three printed forms, and a file: arguments, keyword arguments, a dictionary.
+#[test]
+fn settings_of_inference_are_read_in_all_forms() {
+    let arguments = DeepSpeedStrategy {
+        tensor_parallel: Some(TensorParallel::size(8)),
+        dtype: Some("torch.float".to_owned()),
+        replace_with_kernel_inject: Some(true),
+        ..DeepSpeedStrategy::default()
+    };
+    let policy = DeepSpeedStrategy {
+        tensor_parallel: Some(TensorParallel::size(4)),
+        dtype: Some("float".to_owned()),
+        enable_cuda_graph: Some(false),
+        replace_method: Some("auto".to_owned()),
+        replace_with_kernel_inject: Some(false),
+        injection_policy: Some(json!({"InferenceSample": "l1", "Block": ["attn.out", "mlp.out"]})),
+        ..DeepSpeedStrategy::default()
+    };
+    let dictionary = DeepSpeedStrategy::settings(json!({
+        "replace_with_kernel_inject": true, "tp": {"tp_size": 8}, "dtype": "FP32", "enable_cuda_graph": false,
+    }));
+    let [arguments, policy, dictionary] =
+        [arguments, policy, dictionary].map(|strategy| inference(&strategy).expect("valid"));
+    assert_eq!((arguments.config.tp_size(), arguments.config.dtype), (8, Some(Kind::Float)));
+    assert_eq!(arguments.config, dictionary.config);
+    assert_eq!(policy.config.injection_policy["InferenceSample"], ["l1"]);
+    assert_eq!(policy.config.injection_policy["Block"], ["attn.out", "mlp.out"]);
+    assert_eq!(policy.notes, ["trainer.strategy.replace_method has no effect: DeepSpeed ignores it, too"]);
+    assert_eq!(arguments.key, "tensor_parallel");
+
+    // the path of a checkpoint selects inference, the section does not
+    let checkpoint = DeepSpeedStrategy::settings(json!({"checkpoint": "w.ckpt", "base_dir": "/weights"}));
+    let path = inference(&checkpoint).expect("valid").config.checkpoint_path();
+    assert_eq!(path.as_deref(), Some(std::path::Path::new("/weights/w.ckpt")));
+    let section = DeepSpeedStrategy::settings(json!({"checkpoint": {"tag_validation": "Warn"}}));
+    assert!(training(&section).is_ok());
+    let both = DeepSpeedStrategy { stage: 3, ..checkpoint };
+    let notes = inference(&both).expect("valid").notes;
+    assert_eq!(notes, ["trainer.strategy.stage has no effect: checkpoint selects inference"]);
+}
+
+#[test]
+fn settings_of_inference_that_do_not_go_together_are_refused() {
+    let with = |config| DeepSpeedStrategy::settings(config);
+    let dtype =
+        |config| DeepSpeedStrategy { dtype: Some("bf16".to_owned()), ..DeepSpeedStrategy::settings(config) };
+    for (strategy, expected) in [
+        (
+            with(json!({"enable_cuda_graph": true, "tensor_parallel": {"tp_size": 2}})),
+            "config.enable_cuda_graph: true with tensor_parallel.tp_size=2",
+        ),
+        (
+            with(json!({"replace_with_kernel_inject": true, "injection_policy": {"Net": "l1"}})),
+            "replace_with_kernel_inject: true beside injection_policy",
+        ),
+        (with(json!({"dtype": "int8"})), "config.dtype"),
+        (with(json!({"dtype": "bf16", "dtpe": 1})), "config.dtpe: unknown key; did you mean dtype"),
+        (with(json!({"tensor_parallel": {"tp_size": 0}})), "tensor_parallel.tp_size"),
+        (
+            with(json!({"tensor_parallel": {"tp_sise": 2}})),
+            "unknown key; did you mean tensor_parallel.tp_size",
+        ),
+        (with(json!({"mp_size": 2})), "mp_size: DeepSpeed has replaced it; set tensor_parallel.tp_size"),
+        (with(json!({"base_dir": "/weights"})), "base_dir: without checkpoint"),
+        (dtype(json!({"dtype": "fp16"})), "dtype: is \"fp16\" in the settings, and \"bf16\" as an argument"),
+        (dtype(json!({"train_batch_size": 8})), "train_batch_size: is a setting of training"),
+    ] {
+        let error = inference(&strategy).expect_err("a mistake").to_string();
+        assert!(error.contains(expected), "{error}");
+    }
 }

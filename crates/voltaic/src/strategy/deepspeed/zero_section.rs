@@ -4,8 +4,8 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::offload::{self, OffloadOptimizer, OffloadParam};
 use crate::config::Document;
+use crate::strategy::offload::{self, OffloadDevice, OffloadOptimizer, OffloadParam};
 
 /// Section `zero_optimization` with DeepSpeed's defaults.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
@@ -24,7 +24,7 @@ pub(crate) struct ZeroSection {
     pub reduce_scatter: bool,
     /// Gradients travel while backward runs; by the stage unless set.
     pub overlap_comm: Option<bool>,
-    /// Elements that are updated at a time, with stage 3.
+    /// Most elements that are updated at a time, with stage 3 and an offload.
     #[schemars(range(min = 1))]
     pub sub_group_size: u64,
     /// Most elements of weights that are gathered ahead of use.
@@ -127,8 +127,7 @@ fn no_effect() -> Value {
         "load_from_fp32_weights": masters,
         "overlap_comm": "gradients always travel while backward runs",
         "allgather_bucket_size": "weights are gathered in the pieces in which they lie",
-        "sub_group_size": "a rank updates its part at once",
-        "save_muon_momentum_buffer_in_memory": "nothing is offloaded",
+        "save_muon_momentum_buffer_in_memory": "states are kept where offload_optimizer says",
         "stage3_model_persistence_threshold": "the size of each parameter decides (param_persistence_threshold)",
         "stage3_gather_16bit_weights_on_model_save": "checkpoints have the whole weights",
         "elastic_checkpoint": "a checkpoint can be loaded with any number of ranks as it is",
@@ -177,8 +176,18 @@ impl LeafModules {
 }
 
 impl ZeroSection {
+    /// Whether something is kept off the device.
+    pub fn offloads(&self) -> bool {
+        offload::offloads(&self.offload_optimizer, &self.offload_param)
+    }
+
+    /// Whether something is kept in files.
+    pub fn has_files(&self) -> bool {
+        [self.offload_optimizer.device, self.offload_param.device].contains(&OffloadDevice::Nvme)
+    }
+
     /// Finds values that cannot be, or not together.
-    pub(super) fn check(&self, document: &mut Document) {
+    pub(super) fn check(&mut self, document: &mut Document) {
         let mut refuse = |key: &str, what: String, remedy: &'static str| {
             document.refuse(&format!("zero_optimization.{key}"), what, remedy);
         };
@@ -215,7 +224,7 @@ impl ZeroSection {
             let why = "parameters without a gradient are left alone";
             document.note("zero_optimization.ignore_unused_parameters", why);
         }
-        let optimizer = (&self.offload_optimizer, self.cpu_offload);
-        offload::check(self.stage, optimizer, (&self.offload_param, self.cpu_offload_param), document);
+        let optimizer = (&mut self.offload_optimizer, self.cpu_offload);
+        offload::check(self.stage, optimizer, (&mut self.offload_param, self.cpu_offload_param), document);
     }
 }

@@ -8,7 +8,7 @@ use tch::Tensor;
 use super::reducer::Reducer;
 use crate::error::{ConfigError, Error, Result};
 use crate::ffi;
-use crate::nn::{CallWatcher, Gather, ModuleCall, ModuleHooks, Parameter, RemovableHandle};
+use crate::nn::{CallWatcher, Gather, ModuleCall, ModuleHooks, Parameter, RemovableHandle, is_recomputing};
 
 /// The state of the trainer's call for which weights are sharded.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -136,7 +136,7 @@ impl CallWatcher for Watcher {
         for unit in self.units.get(call.fqn()).into_iter().flatten() {
             let mut reducer = lock(&self.reducer);
             reducer.pin(*unit)?;
-            reducer.units[*unit].open_calls += usize::from(ffi::grad_is_enabled());
+            reducer.units[*unit].open_calls += usize::from(ffi::grad_is_enabled() && !is_recomputing());
             drop(reducer);
             self.open.last_mut().into_iter().for_each(|open| open.push(*unit));
         }
@@ -145,7 +145,11 @@ impl CallWatcher for Watcher {
 
     fn end(&mut self) {
         for unit in self.open.pop().into_iter().flatten() {
-            if let Err(error) = lock(&self.reducer).unpin(unit) {
+            let mut reducer = lock(&self.reducer);
+            if is_recomputing() {
+                reducer.keep_for_backward(unit);
+            }
+            if let Err(error) = reducer.unpin(unit) {
                 tracing::warn!("the memory of weights could not be freed: {error}");
             }
         }

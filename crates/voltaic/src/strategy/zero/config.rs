@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use tch::Kind;
 
-use crate::device::Device;
 use crate::distributed::DEFAULT_TIMEOUT;
 use crate::precision::LossScalerConfig;
+use crate::strategy::offload::{Aio, OffloadOptimizer, OffloadParam, offloads};
 
 /// What is divided among the ranks, beside optimizer states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -87,8 +87,11 @@ pub struct ZeroConfig {
     pub grad_accum_dtype: Option<Kind>,
     /// How gradients are put together.
     pub gradient_reduction: GradientReduction,
-    /// Weights in bfloat16 and float16 are updated in float32 copies; without, they and the optimizer states are of 16 bits alone.
+    /// Weights in bfloat16 and float16 are updated in float32 copies; without, they are of 16 bits alone, and so are the
+    /// optimizer states, unless the next setting says otherwise.
     pub master_weights: bool,
+    /// Without master weights: the optimizer keeps its states in float32, and computes updates in it.
+    pub float32_states: bool,
     /// Stage 3: parameters of at most as many elements stay whole.
     pub param_persistence_threshold: usize,
     /// How the loss is scaled with weights in float16.
@@ -112,14 +115,27 @@ pub struct ZeroConfig {
     /// a mixture of experts of which each rank calls others. Each by its type's name, its fqn, or the last parts of that. DeepSpeed's
     /// `set_z3_leaf_modules`.
     pub leaf_modules: Vec<String>,
+    /// Leaves frozen parameters out of checkpoints.
+    pub exclude_frozen_parameters: bool,
     /// What may differ between ranks, by key, as with `ddp`.
     pub allow_differences: Vec<String>,
-    /// Where a rank's parts of weights and gradients are, and what the optimizer keeps of them; beside the weights unless set.
-    #[doc(hidden)]
-    pub storage: Option<Device>,
+    /// Most elements of a unit with an offload: those of a unit are updated at a time.
+    pub sub_group_size: usize,
+    /// Where master weights, their gradients and optimizer states are.
+    pub offload_optimizer: OffloadOptimizer,
+    /// Stage 3: where the shards of the weights are.
+    pub offload_param: OffloadParam,
+    /// How files of an offload are read and written.
+    pub aio: Aio,
 }
 
 impl ZeroConfig {
+    /// Most elements of a unit of several parameters.
+    pub(super) fn max_unit_len(&self) -> usize {
+        let offloads = offloads(&self.offload_optimizer, &self.offload_param);
+        if offloads { self.reduce_bucket_size.min(self.sub_group_size) } else { self.reduce_bucket_size }
+    }
+
     /// The settings of a stage that is chosen by name.
     pub fn of_stage(stage: ZeroStage) -> Self {
         Self {
@@ -132,6 +148,7 @@ impl ZeroConfig {
             grad_accum_dtype: None,
             gradient_reduction: GradientReduction::Mean,
             master_weights: true,
+            float32_states: false,
             param_persistence_threshold: 100_000,
             fp16: LossScalerConfig::default(),
             check_grad_overflow: false,
@@ -140,8 +157,12 @@ impl ZeroConfig {
             max_reuse_distance: 1_000_000_000,
             gather_after_fit: true,
             leaf_modules: Vec::new(),
+            exclude_frozen_parameters: false,
             allow_differences: Vec::new(),
-            storage: None,
+            sub_group_size: 1_000_000_000,
+            offload_optimizer: OffloadOptimizer::default(),
+            offload_param: OffloadParam::default(),
+            aio: Aio::default(),
         }
     }
 }

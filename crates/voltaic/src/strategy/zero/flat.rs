@@ -6,6 +6,7 @@ use tch::{Kind, Tensor};
 
 use crate::distributed::ProcessGroup;
 use crate::error::{ConfigError, Result};
+use crate::ffi;
 use crate::nn::Parameter;
 
 /// Parameters start, and parts end, at multiples of so many elements: kernels then meet the same groups of elements in a part
@@ -40,6 +41,14 @@ pub(super) struct Layout {
     pub device: tch::Device,
     /// Where a rank's part is, its gradients and what the optimizer keeps of it.
     pub storage: tch::Device,
+    /// Where the shard is from which sharded weights are gathered.
+    pub shard_storage: tch::Device,
+    /// Offloaded tensors are in pinned memory.
+    pub pins: bool,
+    /// Whether the part, and what the optimizer keeps of it, are in files between steps.
+    pub swaps_part: bool,
+    /// Whether the shard is in a file.
+    pub swaps_shard: bool,
 }
 
 impl Layout {
@@ -62,7 +71,9 @@ impl Layout {
             Place { fqn, parameter, start, numel, shape, order }
         };
         let places = parameters.into_iter().zip(starts).zip(orders).map(place).collect();
-        Self { places, part_len, ranks, kind, device, storage: device }
+        let (storage, shard_storage) = (device, device);
+        let (pins, swaps_part, swaps_shard) = (false, false, false);
+        Self { places, part_len, ranks, kind, device, storage, shard_storage, pins, swaps_part, swaps_shard }
     }
 
     /// The parameters in messages: the first, and how many more there are.
@@ -77,6 +88,25 @@ impl Layout {
     /// Whether a rank's part is on another device than the weights.
     pub fn is_stored_apart(&self) -> bool {
         self.storage != self.device
+    }
+
+    /// A copy of a tensor in another dtype and on another device; in pinned memory if it is offloaded, and that is to be so.
+    pub fn stored(&self, tensor: &Tensor, kind: Kind, device: tch::Device) -> Result<Tensor> {
+        let is_offloaded = device == tch::Device::Cpu && device != self.device;
+        let copy = copied_to(tensor, kind, device)?;
+        match is_offloaded && self.pins {
+            true => {
+                let pinned = ffi::empty_pinned(&copy)?;
+                pinned.shallow_clone().f_copy_(&copy)?;
+                Ok(pinned)
+            }
+            false => Ok(copy),
+        }
+    }
+
+    /// Whether nothing of the unit is on another device than the weights.
+    pub fn has_part_beside_weights(&self) -> bool {
+        !self.is_stored_apart() && self.shard_storage == self.device
     }
 
     /// Elements of the flat tensor.

@@ -9,13 +9,15 @@
 //! 3. Backward: `reducer` reduces the gradients of a unit once they are complete, and keeps this rank's part.
 //! 4. `optimizer` steps the parts. `whole` gathers single parameters for optimizers that need whole ones.
 //!
-//! `shards` gives and takes the parts of checkpoints, `values` single values by name, and `report` counts memory.
+//! `weight_shard` has what weights are gathered from if the optimizer's part is offloaded, `swapper` what is in files between steps, and
+//! `update` how a step gets on with them; `host_states` moves states to the host between phases. `shards` gives and takes the parts of checkpoints, `values` single values by name, and `report` counts memory.
 
 mod access;
 pub(super) mod config;
 mod flat;
 mod gathered;
 mod gathered_storage;
+mod host_states;
 mod modules;
 mod optimizer;
 mod order;
@@ -24,8 +26,11 @@ mod prefetch;
 mod reducer;
 mod report;
 mod shards;
+mod swapper;
 mod unit;
+mod update;
 mod values;
+mod weight_shard;
 mod whole;
 
 use std::collections::HashMap;
@@ -44,7 +49,9 @@ use crate::distributed::{DeviceMesh, ProcessGroup, SubMesh, World};
 use crate::error::{ConfigError, Result};
 use crate::ffi::GradHook;
 use crate::nn::{Module, ModuleExt, ModuleHooks, Parameter, RemovableHandle};
-use crate::optim::{ConfiguredOptimizer, DividedLeaves, GradShare, Optimizer, OptimizerState, Optimizers};
+use crate::optim::{
+    ConfiguredOptimizer, DividedLeaves, GradShare, OffloadState, Optimizer, OptimizerState, Optimizers,
+};
 use crate::precision::{LossScaler, Precision, StaticLossScaler};
 use access::{GatherOnAccess, Phase, Phases, explained, watch};
 use config::{ZeroConfig, ZeroStage};
@@ -52,7 +59,8 @@ use modules::{has_all, has_some, move_buffers};
 use optimizer::{ZeroOptimizer, check_divisible};
 use partition::Partitioner;
 use reducer::{Reducer, hook_leaves};
-use report::MemoryReport;
+use report::{MemoryReport, moved_per_step, swapped_per_step};
+use swapper::Files;
 use unit::Unit;
 use whole::Whole;
 
@@ -102,12 +110,13 @@ impl Zero {
 
     /// An error if the mesh has ranks besides those that shard states among each other.
     fn check_mesh(&self) -> Result<()> {
-        let DeviceMesh { dims, dp_shard, .. } = self.world.mesh();
-        if dp_shard.size == self.world.world_size {
+        let DeviceMesh { dims, dp_shard, tp, .. } = self.world.mesh();
+        if dp_shard.size * tp.size == self.world.world_size {
             return Ok(());
         }
         let what = format!("{dims}, of which {} shards along dp_shard only", self.name());
-        Err(ConfigError::new("device mesh", what, "give dp_shard all ranks, or use ddp").into())
+        Err(ConfigError::new("device mesh", what, "give dp_shard all ranks but those along tp, or use ddp")
+            .into())
     }
 
     fn reducer(&self) -> Option<MutexGuard<'_, Reducer>> {
@@ -133,8 +142,8 @@ impl Zero {
     }
 
     /// Uses these units from now on.
-    fn keep(&mut self, units: Vec<Unit>) -> Result<()> {
-        let reducer = Reducer::new(self.config.clone(), self.peers().cloned(), units);
+    fn keep(&mut self, units: Vec<Unit>, files: Files) -> Result<()> {
+        let reducer = Reducer::new(self.config.clone(), self.peers().cloned(), units, files);
         self.reducer = Some(Arc::new(Mutex::new(reducer)));
         self.phase = Arc::default();
         self.follow_units()
@@ -282,6 +291,10 @@ impl Strategy for Zero {
         self.config.stage.name()
     }
 
+    fn excludes_frozen_parameters(&self) -> bool {
+        self.config.exclude_frozen_parameters
+    }
+
     fn world(&self) -> &World {
         &self.world
     }
@@ -319,8 +332,11 @@ impl Strategy for Zero {
             let is_deferred = module.parameters().iter().any(Parameter::is_provisional);
             let stays_sharded = self.peers().is_some() && (is_deferred || !self.config.gather_after_fit);
             self.stays_sharded = self.world.of_rank_zero(stays_sharded)?;
-            let units = self.partitioner().by_module(module)?;
-            self.keep(units)?;
+            let dtype = self.target.and_then(|(_, dtype)| dtype).unwrap_or(Kind::Float);
+            let mut files = Files::open(&self.config, self.world.rank, dtype)?;
+            let units = self.partitioner().by_module(module, &mut files)?;
+            files.begin_call();
+            self.keep(units, files)?;
         }
         self.watch_calls(calls);
         self.release_all()
@@ -331,14 +347,15 @@ impl Strategy for Zero {
         let trained = asked.parameters(module);
         if self.reducer.is_none() {
             let units = self.partitioner().by_optimizer(&trained)?;
-            self.keep(units)?;
+            self.keep(units, Files::default())?;
         }
         let Some(reducer) = self.reducer.clone() else { return Ok(Vec::new()) };
         let mut locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
         if self.config.stage == ZeroStage::Three {
             let mut units = std::mem::take(&mut locked.units);
             let given = self.partitioner().give_optimizers(&mut units, &trained);
-            *locked = Reducer::new(self.config.clone(), self.peers().cloned(), units);
+            let files = std::mem::take(&mut locked.files);
+            *locked = Reducer::new(self.config.clone(), self.peers().cloned(), units, files);
             drop(locked);
             if given? {
                 self.follow_units()?;
@@ -363,11 +380,16 @@ impl Strategy for Zero {
         };
         let whole = Arc::new(Whole::of(&reducer, &locked));
         drop(locked);
+        let asked = if self.config.float32_states { asked.with_float32_states() } else { asked };
         let built = asked.build_over_parts(module, &in_place_of, Some(whole))?;
         let wrap = |(index, built): (usize, ConfiguredOptimizer)| {
             let inner = built.optimizer;
-            let optimizer =
-                Box::new(ZeroOptimizer { inner, index, reducer: reducer.clone(), has_logged_size: false });
+            let mut locked = reducer.lock().unwrap_or_else(PoisonError::into_inner);
+            let units = locked.units.iter_mut().filter(|unit| unit.optimizer == index);
+            units.for_each(|unit| unit.takes_narrow_grads = inner.takes_narrow_grads());
+            drop(locked);
+            let (reducer, has_logged_size, has_offloaded) = (reducer.clone(), false, false);
+            let optimizer = Box::new(ZeroOptimizer { inner, index, reducer, has_logged_size, has_offloaded });
             ConfiguredOptimizer { optimizer, ..built }
         };
         Ok(built.into_iter().enumerate().map(wrap).collect())
@@ -509,9 +531,18 @@ impl Strategy for Zero {
         reducer.check_order()?;
         let held = MemoryReport::of(module, &reducer.units, &self.config);
         let held = held.with(reducer.peaks, reducer.max_live, &reducer.units);
+        let moved = moved_per_step(&reducer.moved);
+        let swapped =
+            reducer.files.stats().map(|stats| swapped_per_step(stats, &reducer.files, &reducer.moved));
         drop(reducer);
         let World { rank, world_size, .. } = &self.world;
         tracing::info!("{}: rank {rank} of {world_size} held at most {held}", self.name());
+        if let Some(moved) = moved {
+            tracing::info!("{}: rank {rank} of {world_size} moved {moved}", self.name());
+        }
+        if let Some(swapped) = swapped {
+            tracing::info!("{}: rank {rank} of {world_size} had {swapped}", self.name());
+        }
         if self.stays_sharded { self.park() } else { self.unshard_all(module) }
     }
 
@@ -564,7 +595,9 @@ impl Drop for Zero {
 
 impl ShardedState for Zero {
     fn save_weights(&self) -> Result<Vec<Part>> {
-        self.with_changes()?.map_or_else(|| Ok(Vec::new()), |reducer| shards::weights(&reducer))
+        let Some(reducer) = self.with_changes()? else { return Ok(Vec::new()) };
+        reducer.check_whole()?;
+        shards::weights(&reducer)
     }
 
     fn weight_shard(&self, fqn: &str) -> Option<ShardSpec> {
@@ -581,6 +614,7 @@ impl ShardedState for Zero {
 
     fn save_optimizer(&self, index: usize, optimizer: &dyn Optimizer) -> Result<(OptimizerState, Vec<Part>)> {
         let reducer = self.with_changes()?;
+        reducer.as_ref().map_or(Ok(()), |reducer| reducer.check_whole())?;
         let state = optimizer.state_dict();
         match reducer {
             Some(reducer) => shards::save_optimizer(&reducer, index, state),
@@ -594,6 +628,7 @@ impl ShardedState for Zero {
         state: OptimizerState,
         parts: Vec<Part>,
     ) -> Result<()> {
+        optimizer.reload_states(&OffloadState::ALL)?;
         let state = match self.reducer() {
             Some(mut reducer) => shards::load_optimizer(&mut reducer, state, parts)?,
             None => state,

@@ -1,21 +1,22 @@
 //! An optimizer whose state is divided among the ranks.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use tch::{Kind, Tensor};
 
 use super::reducer::Reducer;
 use super::report::state_bytes;
+use super::swapper::Swapper;
+use super::unit::Unit;
 use super::values;
 use crate::config::format_size;
 use crate::distributed::{ReduceOp, Work, collective_scope};
 use crate::error::{ConfigError, Result};
 use crate::optim::{
-    GradientClip, Optimizer, OptimizerState, Optimizers, ParamGroup, ParamValue, clip_to_norm, part_norm,
+    GradientClip, OffloadState, OffloadStates, Optimizer, OptimizerState, Optimizers, ParamGroup, ParamValue,
+    clip_to_norm, part_norm,
 };
-
-/// The state that counts steps, and is not like its parameter.
-pub(super) const STEP: &str = "step";
 
 /// Steps this rank's part of the parameters, and gives all ranks the whole ones.
 pub(super) struct ZeroOptimizer {
@@ -25,6 +26,8 @@ pub(super) struct ZeroOptimizer {
     pub reducer: Arc<Mutex<Reducer>>,
     /// The log has the size of its state.
     pub has_logged_size: bool,
+    /// States of its units are on the host for a while.
+    pub has_offloaded: bool,
 }
 
 impl ZeroOptimizer {
@@ -35,6 +38,11 @@ impl ZeroOptimizer {
     /// Whether this rank has all of a parameter, or there is none of that name.
     fn is_whole(&self, fqn: &str) -> bool {
         self.reducer().place_of(fqn).is_none()
+    }
+
+    /// Whether gradients are in files, which are not to be written for nothing.
+    fn has_grads_in_files(&self) -> bool {
+        self.reducer().units.iter().any(Unit::has_grads_in_file)
     }
 
     /// Slices with a gradient, as the leaves that have it.
@@ -86,20 +94,42 @@ impl Optimizer for ZeroOptimizer {
     /// # Collective
     /// All ranks must call it.
     fn step(&mut self) -> Result<()> {
+        self.reload_states(&OffloadState::ALL)?;
+        let start = Instant::now();
         self.reducer().begin_update()?;
         let num_units = self.inner.num_units();
         let mut gathers = Vec::new();
         for unit in 0..num_units {
+            self.reducer().swap_in(self.index, unit)?;
             self.inner.step_unit(unit)?;
             let mut reducer = self.reducer();
             // an optimizer that knows no units has one, in which all are updated
             let end = if unit + 1 == num_units { reducer.units.len() } else { unit + 1 };
             gathers.extend(reducer.end_update(self.index, unit..end)?);
+            reducer.swap_out(self.index, unit..end, self.inner.as_ref())?;
         }
+        self.reducer().finish_files()?;
+        self.reducer().files.updating += start.elapsed();
         if !std::mem::replace(&mut self.has_logged_size, true) {
-            let bytes = state_bytes(&self.inner.state_dict());
-            tracing::info!("{}: this rank holds optimizer states of {}", self.name(), format_size(bytes));
-            self.reducer().peaks.states += bytes;
+            let mut reducer = self.reducer();
+            let device = reducer.units.first().map_or(tch::Device::Cpu, |unit| unit.layout.device);
+            let (own, offloaded) = state_bytes(&self.inner.state_dict(), device);
+            let in_files = reducer.files.optimizer.as_ref().map_or(0, Swapper::state_bytes);
+            let (own, offloaded) = match device {
+                tch::Device::Cpu => (own.saturating_sub(in_files), offloaded),
+                _ => (own, offloaded.saturating_sub(in_files)),
+            };
+            let places = [(offloaded, "host memory"), (in_files, "files")].into_iter();
+            let places = places.filter(|(bytes, _)| *bytes > 0);
+            let places: String =
+                places.map(|(bytes, place)| format!(", {} of them in {place}", format_size(bytes))).collect();
+            tracing::info!(
+                "{}: this rank holds optimizer states of {}{places}",
+                self.name(),
+                format_size(own + offloaded + in_files)
+            );
+            reducer.peaks.states += own;
+            reducer.peaks.offloaded_states += offloaded;
         }
         gathers.into_iter().try_for_each(Work::wait)
     }
@@ -107,6 +137,25 @@ impl Optimizer for ZeroOptimizer {
     fn zero_grad(&mut self) -> Result<()> {
         self.inner.zero_grad()?;
         self.reducer().drop_grads(self.index)
+    }
+
+    fn offload_states(&mut self, states: &OffloadStates) -> Result<()> {
+        if states.includes(OffloadState::OptimStates) {
+            let include = vec![OffloadState::OptimStates]; // what else it has are slices of units
+            self.inner.offload_states(&OffloadStates { include, ..*states })?;
+        }
+        self.has_offloaded = true;
+        self.reducer().offload_states(self.index, states)
+    }
+
+    fn reload_states(&mut self, states: &[OffloadState]) -> Result<()> {
+        if !self.has_offloaded {
+            return Ok(());
+        }
+        self.inner.reload_states(states)?;
+        self.reducer().own_units(self.index).try_for_each(|unit| unit.reload_states(states))?;
+        self.has_offloaded = OffloadState::ALL.iter().any(|state| !states.contains(state));
+        Ok(())
     }
 
     fn param_groups(&self) -> &[ParamGroup] {
@@ -120,7 +169,17 @@ impl Optimizer for ZeroOptimizer {
     /// # Collective
     /// All ranks must call it.
     fn unscale(&mut self, inverse: f64) -> Result<bool> {
-        let is_finite = self.inner.unscale(inverse)?;
+        if inverse != 1.0 {
+            self.reducer().widen_grads(self.index)?;
+        }
+        let is_finite = match inverse == 1.0 && self.has_grads_in_files() {
+            true => {
+                let leaves = self.leaves();
+                let largest = part_norm(leaves.iter().filter(|leaf| leaf.numel() > 0), f64::INFINITY)?;
+                largest.f_double_value(&[])?.is_finite()
+            }
+            false => self.inner.unscale(inverse)?,
+        };
         let Some(group) = self.reducer().peers.clone() else { return Ok(is_finite) };
         let _named = collective_scope("overflow");
         let num_failed = Tensor::f_from_slice(&[f32::from(u8::from(!is_finite))])?;
@@ -135,6 +194,7 @@ impl Optimizer for ZeroOptimizer {
             let what = "0, which counts tensors, but ranks have parts of them";
             return Err(ConfigError::new("norm_type", what, "use another norm, such as 2").into());
         }
+        self.reducer().widen_grads(self.index)?;
         self.inner.show_updates(true)?;
         let norm = self.norm(norm_type);
         self.inner.show_updates(false)?;
@@ -144,16 +204,21 @@ impl Optimizer for ZeroOptimizer {
     /// # Collective
     /// All ranks must call it.
     fn show_updates(&mut self, are_shown: bool) -> Result<()> {
+        self.reducer().widen_grads(self.index)?;
         self.inner.show_updates(are_shown)
     }
 
     /// # Collective
     /// All ranks must call it.
     fn clip(&mut self, clip: GradientClip) -> Result<()> {
+        self.reducer().widen_grads(self.index)?;
         match clip {
             GradientClip::Norm(max_norm) => {
                 self.inner.show_updates(true)?;
                 let norm = self.norm(2.0)?;
+                if self.has_grads_in_files() && norm.f_double_value(&[])? < 0.999 * max_norm - 1e-6 {
+                    return Ok(());
+                }
                 clip_to_norm(&self.leaves(), &norm, max_norm)
             }
             GradientClip::Value(_) => self.inner.clip(clip),
@@ -166,11 +231,14 @@ impl Optimizer for ZeroOptimizer {
     }
 
     fn load_state_dict(&mut self, state: OptimizerState) -> Result<()> {
-        self.inner.load_state_dict(state)
+        self.reload_states(&OffloadState::ALL)?;
+        self.inner.load_state_dict(state)?;
+        self.reducer().swap_all_states(self.index, self.inner.as_ref())
     }
 
     fn take_state_dict(&mut self, state: OptimizerState) -> Result<()> {
-        self.inner.take_state_dict(state)
+        self.inner.take_state_dict(state)?;
+        self.reducer().swap_all_states(self.index, self.inner.as_ref())
     }
 
     /// # Collective

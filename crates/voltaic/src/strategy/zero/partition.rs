@@ -1,16 +1,19 @@
 //! Which parameters form a unit.
 
 use std::collections::HashSet;
+use std::sync::Once;
 
 use tch::Kind;
 
 use super::config::ZeroConfig;
 use super::flat::{Layout, assign};
+use super::swapper::Files;
 use super::unit::{NO_OPTIMIZER, Unit};
-use crate::device::Device;
 use crate::distributed::{ProcessGroup, SubMesh};
 use crate::error::{ConfigError, Result};
-use crate::nn::{Module, ModuleExt, Parameter};
+use crate::ffi;
+use crate::nn::{Module, ModuleExt, Parameter, is_member, modules_named};
+use crate::strategy::offload::OffloadDevice;
 
 /// The parameters of each optimizer, with their fqn.
 pub(super) type Trained = [Vec<(String, Parameter)>];
@@ -35,30 +38,12 @@ fn module_of<'a>(fqn: &'a str, modules: &HashSet<String>) -> &'a str {
 /// # Errors
 /// If one of the names is that of no module.
 fn leaf_modules(module: &dyn Module, names: &[String]) -> Result<Vec<String>> {
-    let all = module.named_modules();
-    let is_named = |(fqn, module): &(String, &dyn Module), name: &String| {
-        fqn == name
-            || module.type_name() == name
-            || fqn.strip_suffix(name.as_str()).is_some_and(|rest| rest.ends_with('.'))
-    };
-    if let Some(name) = names.iter().find(|name| !all.iter().any(|module| is_named(module, name))) {
+    let leaves = modules_named(module, names).map_err(|name| {
         let what = format!("leaf_modules has `{name}`, and no module has that type or fqn");
         let remedy = "use the name of a module's type, or an fqn of module.named_modules()";
-        return Err(ConfigError::new("trainer.strategy", what, remedy).into());
-    }
-    let mut leaves: Vec<String> = Vec::new();
-    for named in &all {
-        let is_within = leaves.iter().any(|leaf| is_member(&named.0, leaf));
-        if !is_within && names.iter().any(|name| is_named(named, name)) {
-            leaves.push(named.0.clone());
-        }
-    }
-    Ok(leaves)
-}
-
-/// Whether something lies in a module, by fqn.
-fn is_member(fqn: &str, module: &str) -> bool {
-    module.is_empty() || fqn.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'))
+        ConfigError::new("trainer.strategy", what, remedy)
+    })?;
+    Ok(leaves.into_iter().map(|(fqn, _)| fqn).collect())
 }
 
 /// The optimizer that changes a parameter.
@@ -99,23 +84,53 @@ impl Partitioner<'_> {
         let unit = |members: Vec<usize>| {
             let optimizer = params[members[0]].0;
             let members = members.iter().map(|&at| (params[at].1.to_owned(), params[at].2.clone()));
-            self.unit(members.collect(), optimizer)
+            self.unit(members.collect(), optimizer, false)
         };
-        assign(&keys, self.config.reduce_bucket_size).into_iter().map(unit).collect()
+        assign(&keys, self.config.max_unit_len()).into_iter().map(unit).collect()
     }
 
-    /// The layout of a unit whose parts are where the settings say.
-    fn stored(&self, layout: Layout) -> Layout {
-        Layout { storage: self.config.storage.map_or(layout.device, Device::tch), ..layout }
+    /// The layout of a unit whose part and shard are where the settings say; the part `stays` beside the weights if it is not to be
+    /// offloaded.
+    fn stored(&self, layout: Layout, stays: bool) -> Layout {
+        let place = |offload| if offload == OffloadDevice::None { layout.device } else { tch::Device::Cpu };
+        let pins = layout.device != tch::Device::Cpu && self.pins();
+        let storage = if stays { layout.device } else { place(self.config.offload_optimizer.device) };
+        Layout { storage, shard_storage: place(self.config.offload_param.device), pins, ..layout }
     }
 
-    fn unit(&self, members: Vec<(String, Parameter)>, optimizer: usize) -> Result<Unit> {
-        let layout = self.stored(Layout::of(members, self.dp_shard.size));
+    /// Whether what is offloaded is in pinned memory: it is to be, and can be.
+    fn pins(&self) -> bool {
+        static WARNED: Once = Once::new();
+        let ZeroConfig { offload_optimizer, offload_param, .. } = self.config;
+        let is_asked = offload_optimizer.pin_memory || offload_param.pin_memory;
+        if !is_asked {
+            return false;
+        }
+        let Some(error) = ffi::cannot_pin() else { return true };
+        WARNED.call_once(|| {
+            tracing::warn!("pin_memory has no effect: memory cannot be pinned here ({error})");
+        });
+        false
+    }
+
+    /// Which units' parts stay beside the weights although the others' are offloaded: the first ones, as far as they have their share of
+    /// all elements.
+    fn stay(&self, lens: &[usize]) -> Vec<bool> {
+        let share = (1.0 - self.config.offload_optimizer.ratio) * lens.iter().sum::<usize>() as f64;
+        let ends = lens.iter().scan(0, |end, len| {
+            *end += len;
+            Some(*end)
+        });
+        ends.map(|end| end as f64 <= share).collect()
+    }
+
+    fn unit(&self, members: Vec<(String, Parameter)>, optimizer: usize, stays: bool) -> Result<Unit> {
+        let layout = self.stored(Layout::of(members, self.dp_shard.size), stays);
         Unit::new(layout, optimizer, self.dp_shard.rank, self.config.master_weights)
     }
 
-    /// Units by module, whose weights come and go, but for small parameters, which stay.
-    pub fn by_module(&self, module: &dyn Module) -> Result<Vec<Unit>> {
+    /// Units by module, whose weights come and go, but for small parameters, which stay. What is to be in `files` goes there.
+    pub fn by_module(&self, module: &dyn Module, files: &mut Files) -> Result<Vec<Unit>> {
         type Key<'a> = (Option<&'a str>, Kind, tch::Device);
         let params = module.named_parameters();
         let modules = module.named_modules().into_iter().map(|(fqn, _)| fqn).collect();
@@ -131,10 +146,18 @@ impl Partitioner<'_> {
             })
             .collect();
         let SubMesh { rank, size, .. } = self.dp_shard;
-        let unit = |members: Vec<usize>| {
+        let units = assign(&keys, self.config.max_unit_len());
+        let lens: Vec<usize> =
+            units.iter().map(|members| members.iter().map(|&at| keys[at].1).sum()).collect();
+        let unit = |(number, (members, stays)): (usize, (Vec<usize>, bool))| {
             let ((module, kind, device), _) = keys[members[0]];
+            let ids = members.iter().min().copied().unwrap_or(0)..=members.iter().max().copied().unwrap_or(0);
             let members = members.iter().map(|&at| params[at].clone()).collect();
-            let layout = self.stored(Layout { kind, device, ..Layout::of(members, *size) });
+            let layout = self.stored(Layout { kind, device, ..Layout::of(members, *size) }, stays);
+            let [swaps_part, swaps_shard] =
+                [&self.config.offload_optimizer.device, &self.config.offload_param.device]
+                    .map(|device| *device == OffloadDevice::Nvme && module.is_some());
+            let layout = Layout { swaps_part: swaps_part && !stays, swaps_shard, ..layout };
             let masters = self.config.master_weights;
             let keeps_values = *rank == 0; // the others get these
             let mut unit = Unit::of_module(layout, *rank, masters, (module, keeps_values))?;
@@ -143,9 +166,11 @@ impl Partitioner<'_> {
                 unit.take_from_rank_zero(group)?;
             }
             unit.release()?; // the next one needs the room
+            unit.ids = ids;
+            files.take(number, &mut unit)?;
             Ok(unit)
         };
-        assign(&keys, self.config.reduce_bucket_size).into_iter().map(unit).collect()
+        units.into_iter().zip(self.stay(&lens)).enumerate().map(unit).collect()
     }
 
     /// The dtype and device that a weight has in the run.
@@ -186,9 +211,10 @@ impl Partitioner<'_> {
                     return Err(ConfigError::new("configure_optimizers", what, remedy).into());
                 }
                 _ => {
+                    let stays = !unit.layout.is_stored_apart();
                     let mut apart = by_optimizer.into_iter().map(|(optimizer, members)| {
                         members.iter().try_for_each(|(_, parameter)| parameter.detach_gather())?;
-                        self.unit(members, optimizer)
+                        self.unit(members, optimizer, stays)
                     });
                     if let Some(first) = apart.next() {
                         *unit = first?;

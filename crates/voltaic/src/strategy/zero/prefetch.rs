@@ -72,6 +72,14 @@ impl Reducer {
         Ok(())
     }
 
+    /// Weights that a segment was recomputed with are those that its backward pass needs next: they stay unsharded for that, within the
+    /// bound.
+    pub fn keep_for_backward(&mut self, unit: usize) {
+        if self.live() <= self.config.max_live_parameters {
+            self.units[unit].begin_backward();
+        }
+    }
+
     /// Ends a use. The weights stay unsharded if they are needed again soon (`max_reuse_distance`).
     pub fn unpin(&mut self, unit: usize) -> Result<()> {
         self.units[unit].unpin();
@@ -95,26 +103,39 @@ impl Reducer {
         Ok(())
     }
 
-    /// Starts to gather the units that come next, as far as the bounds allow.
+    /// Starts to gather the units that come next, as far as the bounds allow, and to read the shards of those after them that are in files,
+    /// as far as there are buffers.
     fn prefetch(&mut self) -> Result<()> {
         if self.tally.is_full() {
             return Ok(());
         }
+        let next = self.gather_next()?;
+        for after in next.. {
+            let Some(unit) = self.order.upcoming(after) else { break };
+            if self.units[unit].is_released() && !self.units[unit].read_ahead()? {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns how many units from now comes the first that is not on its way.
+    fn gather_next(&mut self) -> Result<usize> {
         let (mut arriving, mut live) = (self.tally.arriving(), self.live());
         for after in 0.. {
-            let Some(unit) = self.order.upcoming(after) else { break };
+            let Some(unit) = self.order.upcoming(after) else { return Ok(after) };
             let len = self.units[unit].layout.len();
             if self.units[unit].live() > 0 {
                 continue; // it is unsharded, or being gathered
             }
             (arriving, live) = (arriving + len, live + len);
             if arriving > self.config.prefetch_bucket_size || live > self.config.max_live_parameters {
-                break;
+                return Ok(after);
             }
             self.start(unit)?;
             self.max_live = self.max_live.max(live);
         }
-        Ok(())
+        Ok(usize::MAX)
     }
 
     /// Ends a training step, also a failed one: waits for gathers in progress, and reshards what backward has kept.

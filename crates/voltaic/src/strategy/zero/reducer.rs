@@ -6,6 +6,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::{Kind, Tensor};
@@ -15,12 +16,15 @@ use super::gathered::{Gathered, NUMBERS, first_difference};
 use super::gathered_storage::Tally;
 use super::order::Order;
 use super::report::Peaks;
+use super::swapper::Files;
 use super::unit::{NO_OPTIMIZER, Unit};
+use super::weight_shard::Moved;
 use crate::checkpoint::parameter_of;
 use crate::distributed::{ProcessGroup, ReduceOp, Work, collective_scope};
 use crate::dtype::bytes_of;
 use crate::error::{ConfigError, Error, Result};
 use crate::ffi::GradHook;
+use crate::optim::OffloadStates;
 use crate::strategy::votes::Votes;
 
 /// Most units on their way where gradients do not stay whole: the memory of a third one would be needed.
@@ -76,6 +80,10 @@ pub(super) struct Reducer {
     pub max_live: usize,
     /// What the rank has held.
     pub peaks: Peaks,
+    /// What units have moved between the device and host memory.
+    pub moved: Arc<Moved>,
+    /// What units have in files.
+    pub files: Files,
 }
 
 impl Reducer {
@@ -95,7 +103,12 @@ impl Reducer {
         Ok(short.f_double_value(&[0])? == 0.0)
     }
 
-    pub fn new(config: ZeroConfig, peers: Option<Arc<ProcessGroup>>, mut units: Vec<Unit>) -> Self {
+    pub fn new(
+        config: ZeroConfig,
+        peers: Option<Arc<ProcessGroup>>,
+        mut units: Vec<Unit>,
+        files: Files,
+    ) -> Self {
         let (mut by_id, mut by_fqn) = (HashMap::new(), HashMap::new());
         for (number, unit) in units.iter().enumerate() {
             for (index, place) in unit.layout.places.iter().enumerate() {
@@ -104,8 +117,15 @@ impl Reducer {
             }
         }
         let tally = Arc::new(Tally::default());
-        units.iter_mut().for_each(|unit| unit.count_in(&tally));
+        let moved = Arc::new(Moved::default());
+        for unit in &mut units {
+            unit.count_in(&tally);
+            unit.moved = moved.clone();
+            unit.forget_rounded();
+        }
         Self {
+            files,
+            moved,
             tally,
             by_id,
             by_fqn,
@@ -255,18 +275,21 @@ impl Reducer {
         work.map_or(Ok(()), Work::wait)?;
         let scale = self.config.gradient_reduction.factors(self.ranks()).1;
         let part = if scale == 1.0 { part } else { part.f_mul_scalar(scale)? };
-        self.units[unit].add_grads(part, self.config.grad_accum_dtype)?;
+        let dtype = self.config.grad_accum_dtype.unwrap_or(self.units[unit].layout.kind);
+        self.files.add_grads(unit, &mut self.units[unit], part, dtype)?;
         self.note_gradients();
         Ok(())
     }
 
     fn note_gradients(&mut self) {
         let stay_whole = self.config.stage == ZeroStage::One;
-        let parts: usize = self.units.iter().map(|unit| unit.grad_bytes(stay_whole)).sum();
+        let both = self.units.iter().map(|unit| unit.grad_bytes(stay_whole));
+        let (parts, offloaded) = both.fold((0, 0), |all, unit| (all.0 + unit.0, all.1 + unit.1));
         let sent: usize = self.sent.iter().map(|sent| bytes_of(&sent.given)).sum();
         // those of stage 1 are counted as whole
         let bytes = if stay_whole { parts } else { parts + self.whole_grads + sent };
         self.peaks.gradients = self.peaks.gradients.max(bytes);
+        self.peaks.offloaded_gradients = self.peaks.offloaded_gradients.max(offloaded);
     }
 
     /// After backward: waits for the gradients. Returns the votes of all ranks if the window is complete.
@@ -276,6 +299,11 @@ impl Reducer {
         }
         while !self.sent.is_empty() {
             self.receive_next()?;
+        }
+        self.files.finish_grads();
+        if let Some(unit) = self.units.iter().find(|unit| unit.layout.is_stored_apart()) {
+            unit.wait_for_copies()?; // all units have one device, and copies are made in its order
+            self.units.iter_mut().for_each(Unit::note_copied);
         }
         let Some(votes) = self.votes.take() else { return Ok(Votes::default()) };
         let _named = collective_scope("gradients that there are");
@@ -380,11 +408,19 @@ impl Reducer {
     /// Before an optimizer's step: copies into the parts what was written to weights by hand, and reshards the weights that are not in
     /// use.
     pub fn begin_update(&mut self) -> Result<()> {
+        self.moved.steps.fetch_add(1, Ordering::Relaxed);
         self.take_changes()?;
         self.units.iter_mut().try_for_each(|unit| {
             unit.wait_for_gather()?;
-            unit.release_after_step()
+            unit.release_after_step()?;
+            unit.begin_update()
         })
+    }
+
+    /// Gradients of 16 bits of an optimizer's weights of float32 become float32, before they are changed.
+    pub fn widen_grads(&mut self, optimizer: usize) -> Result<()> {
+        let mut units = self.units.iter_mut().filter(|unit| unit.optimizer == optimizer);
+        units.try_for_each(Unit::widen_grads)
     }
 
     /// After an optimizer has updated these units: starts to give all ranks the weights of those that are whole, and stay so.
@@ -396,7 +432,7 @@ impl Reducer {
         let mut works = Vec::new();
         let units = all.iter_mut().take(units.end).skip(units.start);
         for unit in units.filter(|unit| unit.optimizer == optimizer && unit.has_grads()) {
-            unit.renew()?;
+            unit.renew_after_step()?;
             if !unit.is_released() {
                 works.extend(unit.start_gather(peers.as_deref())?);
             }
@@ -404,11 +440,25 @@ impl Reducer {
         Ok(works)
     }
 
+    /// The units that an optimizer changes, and those that none changes.
+    pub fn own_units(&mut self, optimizer: usize) -> impl Iterator<Item = &mut Unit> {
+        let is_own = move |unit: &&mut Unit| unit.optimizer == optimizer || unit.optimizer == NO_OPTIMIZER;
+        self.units.iter_mut().filter(is_own)
+    }
+
     /// Drops the gradients of an optimizer's parameters.
     pub fn drop_grads(&mut self, optimizer: usize) -> Result<()> {
-        let is_own = |unit: &&mut Unit| unit.optimizer == optimizer || unit.optimizer == NO_OPTIMIZER;
-        let mut units = self.units.iter_mut().filter(is_own);
-        units.try_for_each(Unit::drop_grads)
+        self.own_units(optimizer).try_for_each(Unit::drop_grads)
+    }
+
+    /// Moves states of an optimizer's units to memory of the host. Weights that come and go are freed.
+    pub fn offload_states(&mut self, optimizer: usize, states: &OffloadStates) -> Result<()> {
+        self.take_changes()?;
+        self.own_units(optimizer).try_for_each(|unit| {
+            unit.wait_for_gather()?;
+            unit.release_after_step()?;
+            unit.offload_states(states)
+        })
     }
 
     /// Keeps the error of a hook, of which autograd would pass on the text only, and returns one for autograd.
@@ -421,6 +471,8 @@ impl Reducer {
     pub fn begin_call(&mut self) {
         self.order = Order::default();
         (self.max_live, self.peaks) = (0, Peaks::default());
+        self.moved.clear();
+        self.files.begin_call();
     }
 
     /// Whether nobody else has a handle to one of the parameters: `kept` has one, beside the unit.

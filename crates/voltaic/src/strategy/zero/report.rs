@@ -1,41 +1,66 @@
-//! The memory of a rank: weights, gradients, master weights and optimizer states.
+//! The memory of a rank: weights, gradients, master weights and optimizer states, on the device and in host memory.
 
 use std::fmt;
+use std::sync::atomic::Ordering;
 
 use super::config::{ZeroConfig, ZeroStage};
+use super::swapper::Files;
 use super::unit::Unit;
+use super::weight_shard::Moved;
 use crate::config::format_size;
 use crate::dtype::bytes_of;
 use crate::nn::{Module, ModuleExt};
 use crate::optim::OptimizerState;
+use crate::swap::StoreStats;
 
 /// Bytes of a rank between two steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct MemoryReport {
+    /// Beside the weights.
+    device: Held,
+    /// Offloaded.
+    host: Held,
+}
+
+/// Bytes in one kind of memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Held {
     parameters: usize,
     /// At most: those of an open accumulation window.
     gradients: usize,
     masters: usize,
-    buffers: usize,
     /// Of optimizer states, which exist after the first step.
     states: usize,
     /// Of unsharded weights, the most at a time.
     whole: usize,
+    buffers: usize,
 }
 
 /// The largest sizes in bytes so far, of memory that is freed and allocated during a step.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Peaks {
     pub gradients: usize,
+    pub offloaded_gradients: usize,
+    /// Of states on the device.
     pub states: usize,
+    pub offloaded_states: usize,
 }
 
 impl MemoryReport {
     /// The highest use in a run: with these peaks, and at most so many elements unsharded at once.
     pub fn with(self, peaks: Peaks, max_live: usize, units: &[Unit]) -> Self {
-        let divided = units.iter().filter(|unit| unit.is_sharded());
-        let element = divided.map(|unit| unit.layout.kind.elt_size_in_bytes()).max().unwrap_or(0);
-        Self { gradients: peaks.gradients, states: peaks.states, whole: max_live * element, ..self }
+        let sharded = units.iter().filter(|unit| unit.is_sharded());
+        let element = sharded.map(|unit| unit.layout.kind.elt_size_in_bytes()).max().unwrap_or(0);
+        let Self { device, host } = self;
+        Self {
+            device: Held {
+                gradients: peaks.gradients,
+                states: peaks.states,
+                whole: max_live * element,
+                ..device
+            },
+            host: Held { gradients: peaks.offloaded_gradients, states: peaks.offloaded_states, ..host },
+        }
     }
 
     /// The report on a module whose trained parameters are in `units`.
@@ -45,26 +70,58 @@ impl MemoryReport {
             places.any(|place| place.parameter.id() == id)
         };
         let others = module.parameters().into_iter().filter(|parameter| !in_unit(parameter.id()));
-        let mut held = Self {
+        let mut device = Held {
             parameters: others.map(|it| it.numel() * it.kind().elt_size_in_bytes()).sum(),
             buffers: module.named_buffers().iter().map(|(_, buffer)| bytes_of(buffer.tensor())).sum(),
-            ..Self::default()
+            ..Held::default()
         };
+        let mut host = Held::default();
         for unit in units {
             let layout = &unit.layout;
             let element = layout.kind.elt_size_in_bytes();
             let is_trained = unit.trained().any(|trained| trained);
-            held.parameters += element * if unit.is_sharded() { layout.part_len } else { layout.len() };
-            let whole = config.stage == ZeroStage::One;
-            let elements = if whole { layout.len() } else { layout.part_len };
-            held.gradients += if is_trained { element * elements } else { 0 };
-            held.masters += if unit.has_master { 4 * layout.part_len } else { 0 };
+            let part = element * layout.part_len;
+            let stored = if layout.is_stored_apart() { &mut host } else { &mut device };
+            match unit.has_master {
+                // on the host, the shard beside it is all that there is in memory without master weights
+                _ if unit.is_part_in_file && (unit.has_master || layout.is_stored_apart()) => {}
+                true => stored.masters += 4 * layout.part_len,
+                // in float32 the part is all that there is of sharded weights, and a copy of others
+                false if unit.is_sharded() || layout.is_stored_apart() => stored.parameters += part,
+                false => {}
+            }
+            let stays_whole = config.stage == ZeroStage::One;
+            if is_trained && !unit.is_part_in_file && (layout.is_stored_apart() || !stays_whole) {
+                stored.gradients += part;
+            }
+            if is_trained && stays_whole {
+                device.gradients += element * layout.len();
+            }
+            if !unit.is_sharded() {
+                device.parameters += element * layout.len();
+            } else if unit.has_master && layout.has_part_beside_weights() {
+                device.parameters += part;
+            }
+            if layout.device != tch::Device::Cpu {
+                device.parameters += unit.shard_bytes_on(layout.device);
+                host.parameters += unit.shard_bytes_on(tch::Device::Cpu);
+            }
         }
-        held
+        Self { device, host }
     }
 }
 
 impl fmt::Display for MemoryReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.device)?;
+        if self.host != Held::default() {
+            write!(f, "; in host memory {}", self.host)?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Held {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { parameters, gradients, masters, buffers, states, whole } = *self;
         let size = |bytes: usize| format_size(bytes);
@@ -82,7 +139,40 @@ impl fmt::Display for MemoryReport {
     }
 }
 
-/// Bytes of the states that an optimizer has made.
-pub(super) fn state_bytes(state: &OptimizerState) -> usize {
-    state.tensors.iter().map(|(_, tensor)| bytes_of(tensor)).sum()
+/// What moved per optimizer step, as a sentence; nothing if nothing did.
+pub(super) fn moved_per_step(moved: &Moved) -> Option<String> {
+    let [steps, to_host, to_device] =
+        [&moved.steps, &moved.to_host, &moved.to_device].map(|count| count.load(Ordering::Relaxed));
+    let per_step = |bytes: usize| format_size(bytes / steps.max(1));
+    (steps > 0 && to_host + to_device > 0).then(|| {
+        format!("{} to host memory and {} to the device per step", per_step(to_host), per_step(to_device))
+    })
+}
+
+/// What was in files and moved there per optimizer step, as a sentence.
+pub(super) fn swapped_per_step(stats: StoreStats, files: &Files, moved: &Moved) -> String {
+    let StoreStats { file_bytes, buffer_bytes, read_bytes, written_bytes, waited, .. } = stats;
+    let steps = moved.steps.load(Ordering::Relaxed).max(1);
+    let size = |bytes: u64| format_size(usize::try_from(bytes).unwrap_or(usize::MAX));
+    let per_step = |bytes: u64| size(bytes / steps as u64);
+    let [busy, waited, updating] =
+        [files.busy(), waited, files.updating].map(|time| time.as_secs_f64() / steps as f64);
+    let hidden = 100.0 * (1.0 - waited / busy.max(waited).max(f64::MIN_POSITIVE));
+    format!(
+        "{} in files with buffers of {}, read {} and wrote {} per step: {busy:.3} s, of which training waited for {waited:.3} s \
+         ({hidden:.0}% hidden); a step of the optimizer took {updating:.3} s",
+        size(file_bytes),
+        format_size(buffer_bytes),
+        per_step(read_bytes),
+        per_step(written_bytes),
+    )
+}
+
+/// Bytes of the states that an optimizer has made: on this device, and in other memory.
+pub(super) fn state_bytes(state: &OptimizerState, device: tch::Device) -> (usize, usize) {
+    let bytes = |is_there: bool| {
+        let tensors = state.tensors.iter().map(|(_, tensor)| tensor);
+        tensors.filter(|tensor| (tensor.device() == device) == is_there).map(bytes_of).sum()
+    };
+    (bytes(true), bytes(false))
 }

@@ -2,9 +2,8 @@
 
 use tch::Tensor;
 
-use super::optimizer::STEP;
 use super::reducer::Reducer;
-use super::unit::Unit;
+use super::unit::{STEP, Unit};
 use crate::checkpoint::{MASTER, Part, ShardSpec};
 use crate::error::{ConfigError, Result};
 use crate::optim::OptimizerState;
@@ -97,6 +96,7 @@ pub(super) fn load_optimizer(
 ) -> Result<OptimizerState> {
     let OptimizerState { mut tensors, groups } = state;
     reducer.make_masters_of(parts.iter().map(|part| part.name.as_str()))?;
+    reducer.units.iter_mut().for_each(Unit::note_change);
     let reducer = &*reducer;
     let place_of = |name: &str| name.split_once('.').and_then(|(_, fqn)| reducer.place_of(fqn));
     tensors.retain(|(name, _)| {

@@ -1,12 +1,14 @@
 //! Parameters that travel together: the weights, this rank's part of them that the optimizer changes, and its gradients.
 
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
-use super::flat::{Layout, Place, copied, copied_to, narrow};
+use super::flat::{Layout, Place, copied, narrow};
 use super::gathered_storage::{Arrival, GatheredStorage, Tally};
+use super::weight_shard::{Moved, ShardFile, WeightShard};
+use crate::device::Device;
 use crate::distributed::{ProcessGroup, Work, collective_scope};
 use crate::dtype::bytes_of;
 use crate::error::Result;
@@ -17,10 +19,15 @@ use crate::strategy::sparse;
 /// Stands for the optimizer of a unit that none changes.
 pub(super) const NO_OPTIMIZER: usize = usize::MAX;
 
+/// The state that counts steps, and is not like its parameter.
+pub(super) const STEP: &str = "step";
+
 /// A unit on one rank.
 #[derive(Debug)]
 pub(super) struct Unit {
     pub layout: Layout,
+    /// The numbers of its first and its last parameter, by which its files are called.
+    pub ids: RangeInclusive<usize>,
     /// The module whose calls its weights come and go with.
     pub module: Option<String>,
     /// Its gradients are reduced when the backward pass of the module is done, whether each parameter has one or not.
@@ -29,11 +36,19 @@ pub(super) struct Unit {
     pub open_calls: usize,
     /// The optimizer that changes it.
     pub optimizer: usize,
-    rank: usize,
+    pub(super) rank: usize,
     /// All weights, of which the parameters are views.
-    flat: Tensor,
+    pub(super) flat: Tensor,
     /// This rank's part: of `flat` itself, or beside it ([`Unit::has_own_part`]).
-    part: Tensor,
+    pub(super) part: Tensor,
+    /// A file is the memory of `part`.
+    pub is_part_in_file: bool,
+    /// Copies of `part` that the weights are gathered from.
+    pub(super) weight_shard: WeightShard,
+    /// The device may still copy from what is in pinned memory.
+    is_copying: bool,
+    /// Counts what moves between the device and host memory.
+    pub moved: Arc<Moved>,
     pub has_master: bool,
     /// The part is to be in float32 once one of the parameters is trained.
     wants_master: bool,
@@ -41,10 +56,18 @@ pub(super) struct Unit {
     storage: Option<GatheredStorage>,
     /// What this rank has of each parameter: views of `part`.
     pub slices: Vec<Parameter>,
-    /// The gradients of `part`, mean over the ranks; there once some have come.
-    grads: Option<Tensor>,
+    /// The gradients of `part`, mean over the ranks; there once some have come. They may have 16 bits where the part is in float32.
+    pub(super) grads: Option<Tensor>,
+    /// Set if a file is the memory of `grads`: the dtype to which they are rounded, which may be narrower than theirs.
+    file_grads: Option<Kind>,
+    /// The optimizer has them: they are those of a whole window.
+    are_shown: bool,
+    /// The optimizer takes gradients of 16 bits for weights of float32.
+    pub takes_narrow_grads: bool,
+    /// Of which slices the optimizer writes the new weights rounded, too.
+    is_rounded: Vec<bool>,
     /// Sums of this rank's own gradients in an open window, where they have a dtype of their own; whole.
-    sums: Option<Tensor>,
+    pub(super) sums: Option<Tensor>,
     /// Which parameters have had a gradient on this rank since gradients were dropped.
     pub had_grad: Vec<bool>,
     /// Of which parameters the optimizer is shown an empty gradient if this rank has nothing of them.
@@ -93,7 +116,8 @@ impl Unit {
         let has_master = wants_master && layout.places.iter().any(|place| place.parameter.requires_grad());
         let own_kind = if has_master { Kind::Float } else { layout.kind };
         let has_own_part = has_master || module.is_some() || layout.is_stored_apart();
-        let part = if has_own_part { copied_to(&part, own_kind, layout.storage)? } else { part };
+        let part = if has_own_part { layout.stored(&part, own_kind, layout.storage)? } else { part };
+        let weight_shard = WeightShard::of(&layout, &part, &layout.part(&flat, rank)?, module.is_some())?;
         let storage = module.is_some().then(|| GatheredStorage::of(&flat, layout.len()));
         let slice = |place| {
             let slice = Parameter::new(layout.slice(&part, place, rank)?);
@@ -102,12 +126,13 @@ impl Unit {
         };
         let slices = layout.places.iter().map(slice).collect::<Result<_>>()?;
         let had_grad = vec![false; layout.places.len()];
-        let claimed = had_grad.clone();
+        let (claimed, is_rounded) = (had_grad.clone(), had_grad.clone());
         let versions = vec![0; layout.places.len()];
         let name = module.clone().filter(|module| !module.is_empty()).unwrap_or_else(|| layout.title());
         let name = format!("weights of {name}").into();
         let unit = Self {
             layout,
+            ids: 0..=0,
             module,
             is_leaf: false,
             open_calls: 0,
@@ -115,11 +140,19 @@ impl Unit {
             rank,
             flat,
             part,
+            is_part_in_file: false,
+            weight_shard,
+            is_copying: false,
+            moved: Arc::default(),
             has_master,
             wants_master,
             storage,
             slices,
             grads: None,
+            file_grads: None,
+            are_shown: false,
+            takes_narrow_grads: false,
+            is_rounded,
             sums: None,
             had_grad,
             claimed,
@@ -141,6 +174,7 @@ impl Unit {
         }
         if self.has_own_part() {
             self.part.f_copy_(&self.layout.part(&self.flat, self.rank)?)?;
+            self.weight_shard.set_stale();
         }
         Ok(())
     }
@@ -233,9 +267,14 @@ impl Unit {
     /// Adds this rank's part of the mean gradients of one backward pass; sums of a window have this dtype.
     pub fn add_grads(&mut self, part: Tensor, dtype: Option<Kind>) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
+        self.widen_grads()?; // more than a window is added up in the dtype of the part
         let own = dtype.unwrap_or(self.layout.kind);
-        let part = part.f_to_device(self.layout.storage)?;
-        let part = part.f_to_kind(self.grads.as_ref().map_or(own, Tensor::kind))?;
+        let part = self.moved.to(self.layout.storage, &part, self.layout.pins)?;
+        let dtype = self.grads.as_ref().map_or(own, Tensor::kind);
+        if self.layout.pins && (self.grads.is_some() || dtype != part.kind()) {
+            self.wait_for_copies()?;
+        }
+        let part = part.f_to_kind(dtype)?;
         match &mut self.grads {
             Some(grads) => {
                 let _ = grads.f_add_(&part)?;
@@ -245,10 +284,53 @@ impl Unit {
         Ok(())
     }
 
-    /// Shows the gradients to the optimizer, in its dtype: those of parameters that had one on any rank.
+    /// Waits for what is copied to pinned memory.
+    pub fn wait_for_copies(&self) -> Result<()> {
+        if self.layout.pins { Ok(ffi::synchronize(Device::of(&self.flat)?)?) } else { Ok(()) }
+    }
+
+    /// Copies from and to pinned memory that were started are done.
+    pub fn note_copied(&mut self) {
+        self.is_copying = false;
+    }
+
+    /// Whether gradients are of 16 bits, and the part of float32.
+    fn has_narrow_grads(&self) -> bool {
+        let is_half = |grads: &Tensor| matches!(grads.kind(), Kind::BFloat16 | Kind::Half);
+        self.part.kind() == Kind::Float && self.grads.as_ref().is_some_and(is_half)
+    }
+
+    /// Gradients of 16 bits that the optimizer has become float32, before they are changed.
+    pub fn widen_grads(&mut self) -> Result<()> {
+        if !self.are_shown || !self.has_narrow_grads() {
+            return Ok(());
+        }
+        let Some(narrow) = self.grads.as_ref() else { return Ok(()) };
+        let _no_grad = tch::no_grad_guard();
+        let grads = narrow.f_to_kind(self.part.kind())?;
+        for (place, slice) in self.layout.places.iter().zip(&self.slices) {
+            let own = slice.grad();
+            if own.defined() {
+                let mut grad = self.layout.slice(&grads, place, self.rank)?;
+                if own.kind() != narrow.kind() {
+                    grad.f_copy_(&own)?; // clipped by itself
+                }
+                ffi::set_grad(slice.leaf(), &grad)?;
+            }
+        }
+        self.grads = Some(grads);
+        Ok(())
+    }
+
+    /// Shows the gradients to the optimizer, in a dtype that it takes: those of parameters that had one on any rank.
     pub fn show_grads(&mut self, had_grad: &[bool]) -> Result<()> {
+        let stays = self.takes_narrow_grads && self.has_narrow_grads();
         let Some(grads) = &mut self.grads else { return Ok(()) };
-        *grads = grads.f_to_kind(self.part.kind())?;
+        if !stays {
+            *grads = grads.f_to_kind(self.part.kind())?;
+            self.file_grads = self.file_grads.map(|_| self.part.kind());
+        }
+        self.are_shown = true;
         for (index, _) in had_grad.iter().enumerate().filter(|(_, had)| **had) {
             let slice = &self.slices[index];
             let grad = self.layout.slice(grads, &self.layout.places[index], self.rank)?;
@@ -264,15 +346,56 @@ impl Unit {
         self.claimed[index] = true;
     }
 
+    /// What the optimizer is to write the weight at `index` to, rounded, whenever it changes its slice.
+    pub fn rounded_slice(&mut self, index: usize) -> Result<Option<Tensor>> {
+        let Some(rounded) = self.weight_shard.rounded() else { return Ok(None) };
+        let slice = self.slice_in(rounded, index)?;
+        self.is_rounded[index] = true;
+        Ok(Some(slice))
+    }
+
+    /// Another optimizer works on the unit from now on, which may write rounded weights.
+    pub fn forget_rounded(&mut self) {
+        self.is_rounded.fill(false);
+    }
+
     /// Whether there are gradients to step with; the same on all ranks.
     pub fn has_grads(&self) -> bool {
         self.grads.is_some()
     }
 
+    /// The dtype of the gradients, if there are some.
+    pub fn grads_dtype(&self) -> Option<Kind> {
+        self.file_grads.or_else(|| self.grads.as_ref().map(Tensor::kind))
+    }
+
+    /// Whether a file is the memory of the gradients.
+    pub fn has_grads_in_file(&self) -> bool {
+        self.file_grads.is_some()
+    }
+
+    /// Whether gradients that are rounded to this dtype can be in a file, in the dtype of the part. None are in memory then.
+    pub fn takes_grads_in_file(&self, dtype: Kind) -> bool {
+        let fits = self.part.kind() == dtype || (self.part.kind() == Kind::Float && dtype != Kind::Double);
+        self.is_part_in_file && fits && (self.grads.is_none() || self.has_grads_in_file())
+    }
+
+    /// The gradients are in a tensor whose memory is a file, rounded to this dtype.
+    pub fn put_grads_into(&mut self, flat: &Tensor, dtype: Kind) {
+        (self.grads, self.file_grads) = (Some(flat.shallow_clone()), Some(dtype));
+    }
+
+    /// The file of the gradients is broken.
+    pub fn lose_grads_in_file(&mut self) {
+        if self.file_grads.take().is_some() {
+            self.grads = None;
+        }
+    }
+
     /// Drops all gradients.
     pub fn drop_grads(&mut self) -> Result<()> {
         ffi::clear_grads(self.leaves().chain(self.slices.iter().map(Parameter::leaf)))?;
-        self.grads = None;
+        (self.grads, self.file_grads, self.are_shown) = (None, None, false);
         self.sums = None;
         self.had_grad.fill(false);
         Ok(())
@@ -304,24 +427,35 @@ impl Unit {
     }
 
     /// This rank's part of the gradients of each parameter, if there are some: its name, whether it has had a gradient on this
-    /// rank, and the part.
+    /// rank, and the part; in the dtype of the weights' part if the optimizer has them.
     pub fn pending(&self) -> Result<Vec<(&str, bool, Tensor)>> {
         let Some(grads) = &self.grads else { return Ok(Vec::new()) };
+        let kind = if self.are_shown { self.part.kind() } else { self.grads_dtype().unwrap_or(grads.kind()) };
         self.layout
             .places
             .iter()
+            .enumerate()
             .zip(&self.had_grad)
-            .map(|(place, had)| {
-                let grad = place.to_rows(&self.layout.slice(grads, place, self.rank)?)?;
+            .map(|((index, place), had)| {
+                let grad = place.to_rows(&self.current_grad(grads, index)?)?.f_to_kind(kind)?;
                 Ok((place.fqn.as_str(), *had, grad))
             })
             .collect()
     }
 
+    /// This rank's part of the gradient of the parameter at `index`: of `grads`, unless what clipped it has made a float32 one.
+    fn current_grad(&self, grads: &Tensor, index: usize) -> Result<Tensor> {
+        let own = self.slices[index].grad();
+        match own.defined() && own.kind() != grads.kind() {
+            true => Ok(own),
+            false => self.layout.slice(grads, &self.layout.places[index], self.rank),
+        }
+    }
+
     /// This rank's part of the gradient of the parameter at `index`, as it lies in memory, if there is one; shared.
     pub fn grad_slice(&self, index: usize) -> Result<Option<Tensor>> {
         let Some(grads) = self.grads.as_ref().filter(|_| self.had_grad[index]) else { return Ok(None) };
-        self.layout.slice(grads, &self.layout.places[index], self.rank).map(Some)
+        self.current_grad(grads, index).map(Some)
     }
 
     /// Puts back what [`Unit::pending`] gave for the parameter at `index`.
@@ -342,19 +476,23 @@ impl Unit {
         self.grads = Some(grads);
         grad.shallow_clone().f_copy_(&place.to_memory_order(values)?)?;
         self.had_grad[index] = had_grad;
-        if had_grad && grad.numel() > 0 && grad.kind() == self.part.kind() {
+        let is_shown = self.grads_dtype() == Some(self.part.kind());
+        self.are_shown |= is_shown;
+        if had_grad && grad.numel() > 0 && is_shown {
             ffi::set_grad(self.slices[index].leaf(), &grad)?;
         }
         Ok(())
     }
 
     /// After an optimizer step: starts to give all ranks the weights of all. `None` if there is nobody else.
-    pub fn start_gather(&self, group: Option<&ProcessGroup>) -> Result<Option<Work>> {
+    pub fn start_gather(&mut self, group: Option<&ProcessGroup>) -> Result<Option<Work>> {
         let _no_grad = tch::no_grad_guard();
         let _named = collective_scope(&self.name);
         let own = self.layout.part(&self.flat, self.rank)?;
         if self.has_own_part() {
-            own.shallow_clone().f_copy_(&self.part)?;
+            self.keep_copies()?;
+            self.weight_shard.copy_to(&own, &self.part, &self.moved)?;
+            self.is_copying = self.layout.pins;
         }
         match group {
             Some(group) if self.layout.part_len > 0 => {
@@ -374,13 +512,19 @@ impl Unit {
         self.storage.is_some()
     }
 
-    /// Bytes of gradients: of its part, or of all if those stay whole.
-    pub fn grad_bytes(&self, stay_whole: bool) -> usize {
-        let part = self.grads.as_ref().map_or(0, bytes_of);
+    /// Bytes of gradients: of its part, or of all if those stay whole; and those of its part in host memory.
+    pub fn grad_bytes(&self, stay_whole: bool) -> (usize, usize) {
+        let part = self.grads.as_ref().filter(|_| !self.has_grads_in_file()).map_or(0, bytes_of);
+        let (part, offloaded) = if self.layout.is_stored_apart() { (0, part) } else { (part, 0) };
         let sums = self.sums.as_ref().map_or(0, bytes_of);
         let is_trained = self.trained().any(|trained| trained);
         let whole = self.layout.len() * self.layout.kind.elt_size_in_bytes();
-        sums + if stay_whole && is_trained { part.max(whole) } else { part }
+        (sums + if stay_whole && is_trained { part.max(whole) } else { part }, offloaded)
+    }
+
+    /// Bytes of the copies of its part on a device.
+    pub fn shard_bytes_on(&self, device: tch::Device) -> usize {
+        self.weight_shard.bytes_on(device)
     }
 
     /// Whether the weights are sharded, and not in memory.
@@ -429,7 +573,12 @@ impl Unit {
         }
         let _no_grad = tch::no_grad_guard();
         self.take_changes()?;
-        self.part = self.part.f_to_dtype(Kind::Float, false, true)?;
+        self.part = self.layout.stored(&self.part, Kind::Float, self.layout.storage)?;
+        self.is_part_in_file = false;
+        let file = self.weight_shard.file().cloned();
+        let own = self.layout.part(&self.flat, self.rank)?;
+        self.weight_shard = WeightShard::of(&self.layout, &self.part, &own, self.is_sharded())?;
+        file.map_or(Ok(()), |file| self.put_shard_into(file))?;
         for (place, slice) in self.layout.places.iter().zip(&self.slices) {
             slice.set_data(&self.layout.slice(&self.part, place, self.rank)?)?;
         }
@@ -478,8 +627,23 @@ impl Unit {
         Ok(versions.into_iter().try_for_each(|(leaf, version)| ffi::set_version(leaf, version + more))?)
     }
 
-    /// The optimizer has changed the part: autograd is not to take the weights for those that it has saved.
+    /// The optimizer has stepped.
+    pub fn renew_after_step(&mut self) -> Result<()> {
+        let stepped = (0..self.slices.len()).filter(|index| self.had_grad[*index]);
+        match stepped.into_iter().all(|index| self.is_rounded[index] || self.range(index).is_empty()) {
+            true => self.weight_shard.set_written(),
+            false => self.note_change(),
+        }
+        self.renew_versions()
+    }
+
+    /// The part has been changed: autograd is not to take the weights for those that it has saved.
     pub fn renew(&mut self) -> Result<()> {
+        self.note_change();
+        self.renew_versions()
+    }
+
+    fn renew_versions(&mut self) -> Result<()> {
         if self.is_released() {
             self.versions.iter_mut().for_each(|version| *version += 2); // they come back as others
             return self.set_versions(1);
@@ -488,6 +652,72 @@ impl Unit {
         let stepped = self.versions.iter_mut().zip(&self.had_grad).filter(|(_, had)| **had);
         stepped.for_each(|(version, _)| *version += 1);
         self.set_versions(0)
+    }
+
+    /// The part has changed, and the weights are gathered from it next.
+    pub fn note_change(&mut self) {
+        self.weight_shard.set_stale();
+    }
+
+    /// The dtype of its part.
+    pub fn part_kind(&self) -> Kind {
+        self.part.kind()
+    }
+
+    /// Its part, if that is to be in a file between steps.
+    pub fn swappable_part(&self) -> Option<&Tensor> {
+        (self.layout.swaps_part && self.has_own_part()).then_some(&self.part)
+    }
+
+    /// Moves the part into a tensor of its length and dtype whose memory is a file.
+    pub fn move_part(&mut self, to: &Tensor) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let mut to = to.shallow_clone();
+        to.f_copy_(&self.part)?;
+        for (index, slice) in self.slices.iter().enumerate() {
+            slice.leaf().shallow_clone().f_set_data(&self.slice_in(&to, index)?)?;
+        }
+        (self.part, self.is_part_in_file) = (to, true);
+        Ok(())
+    }
+
+    /// The place of the parameter at `index` in a tensor as long as the part: a view.
+    pub fn slice_in(&self, part: &Tensor, index: usize) -> Result<Tensor> {
+        self.layout.slice(part, &self.layout.places[index], self.rank)
+    }
+
+    /// Keeps what the weights are gathered from in a file.
+    pub fn put_shard_into(&mut self, file: ShardFile) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        self.weight_shard.put_into(file, &self.part, &self.moved)
+    }
+
+    /// Takes the part as it is over to what the weights are gathered from.
+    pub fn refresh_shard(&mut self) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        self.keep_copies()?;
+        self.weight_shard.refresh(&self.part, &self.moved)?;
+        self.is_copying = self.layout.pins;
+        Ok(())
+    }
+
+    /// Waits for the device if it may still copy from what is about to be overwritten.
+    fn keep_copies(&self) -> Result<()> {
+        if self.is_copying && self.weight_shard.is_stale() { self.wait_for_copies() } else { Ok(()) }
+    }
+
+    /// Before an optimizer writes: waits for the device if it may still copy from what is written.
+    pub fn begin_update(&mut self) -> Result<()> {
+        if self.is_copying && self.weight_shard.rounded().is_some() {
+            self.wait_for_copies()?;
+            self.is_copying = false;
+        }
+        Ok(())
+    }
+
+    /// Starts to read what the weights are gathered from, if it is in a file. Returns false if there is no buffer for it.
+    pub fn read_ahead(&self) -> Result<bool> {
+        self.weight_shard.read_ahead()
     }
 
     /// Keeps the weights unsharded until [`Unit::unpin`].
@@ -598,7 +828,8 @@ impl Unit {
         let _no_grad = tch::no_grad_guard();
         let place = &self.layout.places[index];
         let own = self.layout.slice(&self.layout.part(&self.flat, self.rank)?, place, self.rank)?;
-        self.slices[index].leaf().detach().f_copy_(&own)?;
+        self.moved.copy(&self.slices[index].leaf().f_detach()?, &own)?;
+        self.weight_shard.set_stale();
         self.versions[index] = place.parameter.leaf().f_internal_version()?;
         Ok(())
     }

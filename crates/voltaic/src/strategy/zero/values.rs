@@ -151,6 +151,7 @@ pub(super) fn set_full(
 ) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
     let _named = collective_scope(format!("{value} of {fqn}"));
+    widen_grad(reducer, fqn, value)?;
     let given = values.size();
     let check = |unit: &Unit, index: usize, own: Option<&Tensor>| {
         let is_number = own.is_some_and(|own| own.dim() == 0);
@@ -179,6 +180,14 @@ pub(super) fn set_full(
     }
 }
 
+/// A gradient that is to be written is not rounded to 16 bits, once the optimizer has it.
+fn widen_grad(reducer: &mut Reducer, fqn: &str, value: ParamValue<'_>) -> Result<()> {
+    match reducer.place_of(fqn).filter(|_| value == ParamValue::Gradient) {
+        Some((unit, _)) => reducer.units[unit].widen_grads(),
+        None => Ok(()),
+    }
+}
+
 fn no_gradient(fqn: &str) -> crate::error::Error {
     let what = format!("there is no gradient of {fqn}");
     let remedy = "set it after the last backward pass of an accumulation window";
@@ -187,8 +196,9 @@ fn no_gradient(fqn: &str) -> crate::error::Error {
 
 fn set_grad(unit: &mut Unit, index: usize, slice: &Tensor) -> Result<()> {
     let Some(grad) = unit.grad_slice(index)? else { return Ok(()) };
-    grad.f_detach()?.f_copy_(slice)?;
-    if grad.numel() > 0 && !unit.slices[index].grad().defined() && grad.kind() == unit.slices[index].kind() {
+    let dtype = unit.grads_dtype().unwrap_or(grad.kind());
+    grad.f_detach()?.f_copy_(&slice.f_to_kind(dtype)?)?;
+    if grad.numel() > 0 && !unit.slices[index].grad().defined() && dtype == unit.slices[index].kind() {
         ffi::set_grad(unit.slices[index].leaf(), &grad)?;
     }
     Ok(())
@@ -226,6 +236,7 @@ pub(super) fn set_local(
 ) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
     let _named = collective_scope(format!("{value} of {fqn}"));
+    widen_grad(reducer, fqn, value)?;
     let given = values.size();
     let check = |unit: &Unit, index: usize, own: Option<&Tensor>| {
         let len = own.map_or(unit.range(index).len(), Tensor::numel) as i64;
@@ -249,6 +260,7 @@ pub(super) fn set_local(
     }
     let group = reducer.peers.clone();
     let unit = &mut reducer.units[number];
+    unit.note_change();
     unit.wait_for_gather()?;
     if unit.is_released() {
         return unit.renew();

@@ -56,6 +56,12 @@ impl WholeParameters for Whole {
         }
     }
 
+    fn rounded(&self, part: &Parameter) -> Option<Tensor> {
+        let (unit, index) = self.place_of(part)?;
+        let rounded = self.reducer().units[unit].rounded_slice(index);
+        rounded.unwrap_or_default() // without, the unit rounds by itself
+    }
+
     fn gather(&self, part: &Parameter, values: &Tensor) -> Result<Option<Tensor>> {
         let Some((unit, index)) = self.place_of(part) else { return Ok(Some(values.shallow_clone())) };
         let reducer = self.reducer();

@@ -1,5 +1,6 @@
 //! What the user writes about a run: the same struct behind the builder, YAML, the command line and `--help`.
 
+pub(super) mod activations;
 pub(super) mod callbacks;
 pub(super) mod graph;
 pub(super) mod optimizers;
@@ -16,6 +17,7 @@ use crate::callback::TimeSpan;
 use crate::logger::Loggers;
 use crate::profiler::ProfilerConfig;
 use crate::strategy::StrategyConfig;
+use crate::trainer::config::activations::ActivationCheckpointing;
 use crate::trainer::config::callbacks::CallbackConfig;
 use crate::trainer::config::graph::GraphMode;
 use crate::trainer::config::values::{
@@ -84,6 +86,9 @@ pub struct TrainerConfig {
     /// `training_step` as one graph for each shape of batch, or `modules` for the modules that a step calls by `ctx.graphed`. What
     /// cannot be captured is reported, and runs as usual.
     pub graph: GraphMode,
+    /// Modules whose activations are computed again in backward rather than kept, by type or fqn: `[Block]`, `[transformer.h.*]`. Their
+    /// calls are checkpointed as by `checkpoint(&module, &x)`. With settings also: offloaded to the host, or kept within a budget.
+    pub activation_checkpointing: Option<ActivationCheckpointing>,
     /// Where metrics go: `true` for a `CSVLogger`, `false` for nothing, or loggers by class name; `true` unless set.
     pub logger: Option<Loggers>,
     /// Callbacks by class name.
@@ -170,6 +175,7 @@ impl Default for TrainerConfig {
             gradient_clip_val: None,
             gradient_clip_algorithm: None,
             graph: GraphMode::Off,
+            activation_checkpointing: None,
             logger: None,
             callbacks: Vec::new(),
             plugins: Vec::new(),

@@ -22,6 +22,7 @@ pub(crate) fn facts(config: &TrainerConfig, plan: &TrainPlan, callbacks: &[Box<d
         device: _,
         ranks,
         precision,
+        fp8,
         op_lists,
         lists_are_default: _,
         logs_casts: _,
@@ -52,10 +53,13 @@ pub(crate) fn facts(config: &TrainerConfig, plan: &TrainPlan, callbacks: &[Box<d
         clip,
         reload_dataloaders_every_n_epochs,
         graph,
+        activations,
+        checkpoints: _,
         fast_dev_run,
         default_root_dir: _,
     } = plan;
     add("precision", precision.to_string());
+    add("plugins.fp8", optional(fp8.as_ref()));
     add("plugins.op_lists", optional(op_lists.as_ref()));
     add("max_epochs", optional(max_epochs.as_ref()));
     add("min_epochs", min_epochs.to_string());
@@ -83,6 +87,7 @@ pub(crate) fn facts(config: &TrainerConfig, plan: &TrainPlan, callbacks: &[Box<d
     add("gradient_clip_val", optional(clip.as_ref()));
     add("reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs.to_string());
     add("graph", graph.to_string());
+    add("activation_checkpointing", format!("{activations:?}"));
     add("fast_dev_run", fast_dev_run.to_string());
     add("max_restarts", config.max_restarts.to_string());
     facts.extend(of_ranks(ranks));
@@ -105,14 +110,19 @@ fn of_ranks(ranks: &RankPlan) -> Facts {
     facts.add("trainer.sync_batchnorm", sync_batchnorm);
     match strategy {
         StrategyPlan::SingleDevice => facts.add("trainer.strategy", "single_device"),
-        StrategyPlan::Ddp { name, config } => {
+        StrategyPlan::Ddp { name, config, tp } => {
             facts.add("trainer.strategy", name);
+            facts.add("trainer.strategy.tensor_parallel_size", tp);
             let config = serde_json::to_value(config).unwrap_or_default();
             facts.add_json("trainer.strategy", &config);
         }
         StrategyPlan::DeepSpeed(plan) => {
             facts.add("trainer.strategy", plan.name);
             facts.add("trainer.strategy.settings", format!("{:?}", plan.settings));
+        }
+        StrategyPlan::Inference(plan) => {
+            facts.add("trainer.strategy", plan.name);
+            facts.add("trainer.strategy.settings", format!("{:?}", plan.settings.config));
         }
         StrategyPlan::Zero(config) => {
             facts.add("trainer.strategy", config.stage.name());

@@ -12,13 +12,17 @@ pub(super) mod train_plan;
 use std::path::PathBuf;
 
 use crate::accelerator::Accelerator;
-use crate::config::expand_home;
+use crate::config::{expand_home, parse_size};
 use crate::device::Device;
 use crate::distributed::RequeueSignal;
-use crate::error::{ConfigError, DeviceError};
+use crate::error::{ConfigError, DeviceError, Problem};
 use crate::ffi::DeterministicMode;
+use crate::nn::{CheckpointPolicy, CheckpointSettings, Treatment};
 use crate::optim::GradientClip;
 use crate::trainer::config::TrainerConfig;
+use crate::trainer::config::activations::{
+    ActivationCheckpointing, ActivationCheckpointingConfig, ActivationMode, MemorySize,
+};
 use crate::trainer::config::graph::GraphMode;
 use crate::trainer::config::values::{Deterministic, GradientClipAlgorithm, PluginConfig};
 use crate::trainer::plan::limits::fast_dev_run;
@@ -26,7 +30,7 @@ use crate::trainer::plan::limits::resolve_val_check;
 use crate::trainer::plan::precision::{PrecisionPlan, resolve_precision};
 use crate::trainer::plan::problems::Problems;
 use crate::trainer::plan::ranks::RankPlan;
-use crate::trainer::plan::train_plan::TrainPlan;
+use crate::trainer::plan::train_plan::{ActivationPlan, TrainPlan};
 
 /// What queues a Slurm job again.
 fn requeue_signal(plugins: &[PluginConfig]) -> Option<RequeueSignal> {
@@ -63,12 +67,13 @@ pub(crate) fn resolve(
         problems.count("num_sanity_val_steps", config.num_sanity_val_steps.unwrap_or(2));
     let name = accelerator.map_or("cpu", |accelerator| accelerator.name());
     check_graph(config, name, &ranks, &mut problems);
-    let PrecisionPlan { precision, op_lists, lists_are_default, logs_casts } =
+    let PrecisionPlan { precision, fp8, op_lists, lists_are_default, logs_casts } =
         resolve_precision(config, accelerator.ok(), &ranks.strategy, &mut problems);
     let mut plan = TrainPlan {
         device,
         ranks,
         precision,
+        fp8,
         op_lists,
         lists_are_default,
         logs_casts,
@@ -102,6 +107,8 @@ pub(crate) fn resolve(
         clip,
         reload_dataloaders_every_n_epochs: config.reload_dataloaders_every_n_epochs,
         graph: config.graph,
+        activations: resolve_activations(config, &mut problems),
+        checkpoints: CheckpointSettings::default(),
         fast_dev_run: false,
         default_root_dir: config.default_root_dir.as_ref().map_or_else(|| PathBuf::from("."), expand_home),
     };
@@ -127,6 +134,54 @@ fn mode_of(deterministic: Deterministic) -> DeterministicMode {
         Deterministic::Flag(true) => DeterministicMode::Error,
         Deterministic::Warn(_) => DeterministicMode::Warn,
     }
+}
+
+fn resolve_activations(config: &TrainerConfig, problems: &mut Problems) -> ActivationPlan {
+    let given = config.activation_checkpointing.as_ref().map(ActivationCheckpointing::settings);
+    let ActivationCheckpointingConfig { modules, mode, save, budget } = given.unwrap_or_default();
+    let bytes = match &budget {
+        Some(MemorySize::Bytes(bytes)) => Some(*bytes),
+        Some(MemorySize::Text(text)) => match parse_size(text) {
+            Some(bytes) => Some(bytes as u64),
+            None => {
+                let what = format!("`{text}` is not a size of memory");
+                problems.add(
+                    "activation_checkpointing.budget",
+                    what,
+                    "use a number of bytes, or such as 512MiB",
+                );
+                None
+            }
+        },
+        None => None,
+    };
+    if bytes.is_some() && mode == ActivationMode::Offload {
+        let what = "a budget with mode=offload, which moves what all modules save".to_owned();
+        problems.add("activation_checkpointing.budget", what, "leave it out, or use mode=recompute");
+    }
+    if modules.is_empty()
+        && matches!(config.activation_checkpointing, Some(ActivationCheckpointing::Settings(_)))
+    {
+        let what = "no module is named".to_owned();
+        problems.add(
+            "activation_checkpointing.modules",
+            what,
+            "name modules by type or fqn, or leave the key out",
+        );
+    }
+    if !save.is_empty() && mode == ActivationMode::Offload {
+        let what = "operators to save with mode=offload, which computes nothing again".to_owned();
+        problems.add("activation_checkpointing.save", what, "leave it out, or use mode=recompute");
+    }
+    let treatment = match (mode, CheckpointPolicy::of(save)) {
+        (ActivationMode::Offload, _) => Treatment::Offload,
+        (ActivationMode::Recompute, Ok(policy)) => Treatment::Recompute(policy),
+        (ActivationMode::Recompute, Err(Problem { what, remedy })) => {
+            problems.add("activation_checkpointing.save", what, remedy);
+            Treatment::Offload
+        }
+    };
+    ActivationPlan { modules, treatment, budget: bytes }
 }
 
 /// What graphs cannot be combined with.

@@ -2,6 +2,7 @@
 
 use crate::accelerator::Accelerator;
 use crate::error::{ConfigError, ConfigProblem, Error};
+use crate::precision::fp8::Fp8Settings;
 use crate::precision::{HpuPrecisionPlugin, NO_FLOAT8, NO_FLOAT16, OpLists, Precision, is_float8, is_hmp};
 use crate::strategy::StrategyPlan;
 use crate::trainer::config::TrainerConfig;
@@ -13,6 +14,7 @@ use crate::trainer::plan::problems::Problems;
 #[derive(Default)]
 pub(crate) struct PrecisionPlan {
     pub precision: Precision,
+    pub fp8: Option<Fp8Settings>,
     pub op_lists: Option<OpLists>,
     pub lists_are_default: bool,
     pub logs_casts: bool,
@@ -26,8 +28,8 @@ pub(crate) fn resolve_precision(
     problems: &mut Problems,
 ) -> PrecisionPlan {
     if config.strategy.is_deepspeed() {
-        let precision = deepspeed::precision(config, strategy.deepspeed(), accelerator, problems);
-        return PrecisionPlan { precision, ..PrecisionPlan::default() };
+        let (precision, fp8) = deepspeed::precision(config, strategy, accelerator, problems);
+        return PrecisionPlan { precision, fp8, ..PrecisionPlan::default() };
     }
     if config.plugins.iter().any(is_deepspeed) {
         let what = "DeepSpeedPrecisionPlugin without a DeepSpeed strategy".to_owned();
@@ -73,6 +75,11 @@ pub(crate) fn resolve_precision(
         }
         Ok((precision, op_lists)) => PrecisionPlan {
             precision,
+            // what the plugin says of it was checked with the rest
+            fp8: match plugins.first() {
+                Some(plugin) => plugin.fp8(precision).ok().flatten(),
+                None => (precision == Precision::Fp8).then(Fp8Settings::default),
+            },
             op_lists,
             lists_are_default: config.precision.as_ref().is_some_and(|value| !is_hmp(value)),
             logs_casts: plugins.iter().any(|plugin| plugin.verbose),

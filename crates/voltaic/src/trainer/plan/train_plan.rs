@@ -5,9 +5,12 @@ use std::time::Duration;
 
 use crate::device::Device;
 use crate::distributed::RequeueSignal;
+use crate::error::Result;
 use crate::ffi::DeterministicMode;
+use crate::nn::{CheckpointSettings, Treatment};
 use crate::optim::GradientClip;
-use crate::precision::{OpLists, Precision};
+use crate::precision::fp8::Fp8Settings;
+use crate::precision::{OpLists, Precision, PrecisionRegion};
 use crate::trainer::config::graph::GraphMode;
 use crate::trainer::config::values::Limit;
 use crate::trainer::plan::ranks::RankPlan;
@@ -19,6 +22,8 @@ pub(crate) struct TrainPlan {
     pub device: Device,
     pub ranks: RankPlan,
     pub precision: Precision,
+    /// Layers of the transformer engine compute in float8.
+    pub fp8: Option<Fp8Settings>,
     /// Which operators cast; none means the default lists.
     pub op_lists: Option<OpLists>,
     /// The lists come from the environment only.
@@ -59,13 +64,36 @@ pub(crate) struct TrainPlan {
     /// 0 means never.
     pub reload_dataloaders_every_n_epochs: u64,
     pub graph: GraphMode,
+    pub activations: ActivationPlan,
+    pub checkpoints: CheckpointSettings,
     pub fast_dev_run: bool,
     pub default_root_dir: PathBuf,
+}
+
+/// What becomes of what modules save for the backward pass.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct ActivationPlan {
+    /// The modules by type or fqn.
+    pub modules: Vec<String>,
+    pub treatment: Treatment,
+    /// Bytes that may be kept after all.
+    pub budget: Option<u64>,
 }
 
 impl TrainPlan {
     /// The key that the user has set the limit of a fit's loaders by.
     pub fn key_of_limit(&self, key: &'static str) -> &'static str {
         if self.overfits { "overfit_batches" } else { key }
+    }
+}
+
+impl TrainPlan {
+    /// A region in which its precision holds.
+    ///
+    /// # Errors
+    /// If the device has not got it.
+    pub fn enter_precision(&self) -> Result<PrecisionRegion> {
+        let recipe = self.fp8.as_ref().map(|fp8| &fp8.recipe);
+        PrecisionRegion::enter(self.device, self.precision, recipe)
     }
 }

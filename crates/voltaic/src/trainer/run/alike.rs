@@ -34,7 +34,7 @@ impl<M: LightningModule> Session<'_, M> {
         facts.add("module.automatic_optimization", self.module.automatic_optimization());
         for (fqn, parameter) in self.module.named_parameters() {
             let is_trained = if parameter.requires_grad() { "trained" } else { "frozen" };
-            let (size, kind) = (parameter.size(), parameter.kind());
+            let (size, kind) = (parameter.whole_size(), parameter.kind());
             facts.add(format!("module.{fqn}"), format!("{kind:?} of shape {size:?}, {is_trained}"));
         }
         for (fqn, buffer) in self.module.named_buffers() {

@@ -10,7 +10,6 @@ use crate::data::Batch;
 use crate::error::Result;
 use crate::module::{CallSizes, LightningModule};
 use crate::nn::{GatherWatch, ModuleExt, ModuleHooks, set_training, set_training_modes, training_modes};
-use crate::precision::autocast;
 use crate::trainer::config::callbacks::is_a;
 use crate::trainer::session::hooks::{guarded, without_panic};
 use crate::trainer::session::session::Session;
@@ -50,8 +49,7 @@ impl<M: LightningModule> Session<'_, M> {
         let watch = GatherWatch::begin();
         let done = {
             let _no_grad = tch::no_grad_guard();
-            let dtype = self.plan.precision.autocast_dtype();
-            let _region = dtype.map(|dtype| autocast(self.plan.device, dtype)).transpose()?;
+            let _region = self.plan.enter_precision()?;
             let module = &*self.module;
             calls.within(module.as_dyn(), || without_panic(|| module.forward_example(&inputs)))
         };

@@ -132,8 +132,10 @@ impl<M: LightningModule> Session<'_, M> {
                 (batch, loss)
             }
         };
+        self.share_amaxes()?;
         let follows = (!is_automatic || self.optimize(&loss, window, facts)?) && window.closes;
         drop(action);
+        self.run.choose_kept_activations()?;
         if follows {
             self.step_schedulers(Interval::Step, false)?;
         }

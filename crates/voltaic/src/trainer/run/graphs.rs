@@ -14,6 +14,7 @@ use crate::ffi::{self, TensorList};
 use crate::graph::{self, FirstCapture, Graph, InputSignature, Recordings};
 use crate::module::{BatchFacts, LightningModule, Logged, NamedTensors, OutputValue, StepHook, StepOutput};
 use crate::nn::{ModuleExt, NumberHash, each_parameter};
+use crate::precision::fp8::note_replayed;
 use crate::trainer::session::graphs::{GraphState, Ready, Signature, Update};
 use crate::trainer::session::hooks::scope;
 use crate::trainer::session::session::Session;
@@ -170,6 +171,7 @@ impl<M: LightningModule> Session<'_, M> {
             return Ok(None);
         }
         replayed?;
+        note_replayed();
         self.run.log.metrics.record_again(&ready.logged)?;
         let loss = graph::copy_of(&ready.loss)?;
         self.outputs = copies_of(&ready.outputs)?; // the graph writes to its own again

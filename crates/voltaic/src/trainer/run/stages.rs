@@ -1,6 +1,7 @@
 //! One whole stage, fit or an evaluation, from set-up to tear-down.
 
 use std::path::PathBuf;
+use std::rc::Rc;
 
 use serde_json::Value;
 
@@ -12,16 +13,23 @@ use crate::distributed::collective_scope;
 use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::module::{BatchFacts, Hook, LightningModule, MetricStore, Requests, RunFacts};
-use crate::nn::{ModuleExt, SyncBatchNorm, name_parameters, set_training};
+use crate::nn::te::prepare_fp8;
+use crate::nn::{
+    CheckpointCalls, Module, ModuleExt, SyncBatchNorm, intercept_calls, name_parameters, quant, set_training,
+};
+use crate::optim::OffloadState;
+use crate::precision::fp8::QuantMode;
 use crate::precision::{log_casts, set_run_lists};
 use crate::profiler::ProfiledRun;
 use crate::strategy::Votes;
+use crate::trainer::config::values::Limit;
 use crate::trainer::plan::limits::limit_batches;
-use crate::trainer::plan::train_plan::TrainPlan;
+use crate::trainer::plan::train_plan::{ActivationPlan, TrainPlan};
 use crate::trainer::run::eval::EvalLoaders;
 use crate::trainer::run::loaders::{FitLoaders, LoaderSource, shard_eval};
 use crate::trainer::run::optimizers::configure_optimizers;
 use crate::trainer::session::agree::agreed;
+use crate::trainer::session::engine::Checkpoints;
 use crate::trainer::session::hooks::{guarded, hook_error, of_callback};
 use crate::trainer::session::session::{CallOptions, Run, Session};
 use crate::trainer::state::find::{find, tidy_up};
@@ -36,7 +44,8 @@ impl Run {
         data: &mut dyn DataModule<Batch = M::Batch>,
         options: &CallOptions,
     ) -> Result<()> {
-        let _engine = SingleThreadedEngine::enter()?;
+        let _engine = ffi::SingleThreadedEngine::enter()?;
+        let _checkpoints = plan.checkpoints.enter();
         self.forget_last_fit(plan);
         let ranks = self.world().mesh().dp.group().cloned();
         let _sync = ranks.filter(|_| plan.ranks.sync_batchnorm).map(SyncBatchNorm::over);
@@ -46,6 +55,7 @@ impl Run {
             Ok(mut loaders) => session.train(&mut loaders).and_then(|()| session.end_fit()),
             Err(error) => Err(error),
         };
+        let result = result.and_then(|()| session.reload_states(&OffloadState::ALL));
         let result =
             result.and_then(|done| session.run.engine.strategy.finish(session.module).map(|()| done));
         let result = session.conclude(result);
@@ -121,6 +131,7 @@ fn evaluate_session<M: LightningModule, T>(
             tracing::info!("{stage} with the weights of {}", path.display());
         }
     }
+    session.convert_for_inference()?;
     let is_left_out = (source.limit)(session.plan).is_none(); // then no loader is requested, as in Lightning
     let mut loaders = if is_left_out { Vec::new() } else { session.ask_for(&source)? };
     if loaders.is_empty() && !is_left_out {
@@ -137,14 +148,55 @@ fn evaluate_session<M: LightningModule, T>(
     let num_batches = limit_batches(source.limit_key, (source.limit)(session.plan), &available)?;
     session.run.facts.num_eval_batches = num_batches.iter().sum();
     let output = body(session, &EvalLoaders { loaders: &loaders, num_batches: &num_batches })?;
+    quant::finish_in_run(session.module.as_dyn(), session.run.world(), &session.run.facts.log_dir)?;
     session.write_checkpoints()?;
     session.teardown()?;
     Ok(output)
 }
 
 impl<M: LightningModule> Session<'_, M> {
+    /// Lets layers measure or compute in float8, if the plugin says so, with the weights that the call has.
+    fn convert_for_inference(&mut self) -> Result<()> {
+        let module = self.module.as_dyn();
+        if let Some(inference) = self.plan.fp8.as_ref().and_then(|fp8| fp8.inference.as_ref()) {
+            let quantizes =
+                inference.config.mode == QuantMode::Quantize && !quant::has_inference_layers(module);
+            if quantizes && self.run.engine.strategy.keeps(module) {
+                let what = format!(
+                    "{} divides the weights among ranks, and the precision plugin quantizes them",
+                    self.run.engine.strategy.name()
+                );
+                let remedy =
+                    "call convert_modules before predict, or use ddp, or a file of `voltaic quantize`";
+                return Err(ConfigError::new("trainer.strategy", what, remedy).into());
+            }
+            quant::convert_in_run(module, inference, &self.run.facts.log_dir)?;
+        }
+        if self.run.at.stage == Stage::Predict && self.run.world().is_global_zero() {
+            let [test, predict] = [self.plan.limit_test, self.plan.limit_predict];
+            let limits = |limit: Limit| limit != Limit::Fraction(1.0);
+            quant::warn_of_limits(module, limits(test), limits(predict));
+        }
+        Ok(())
+    }
+
+    /// Refuses to train a module that is converted for fp8 inference, or a plugin that says so.
+    fn refuse_quantized(&self) -> Result<()> {
+        let by_plugin = self.plan.fp8.as_ref().is_some_and(|fp8| fp8.inference.is_some());
+        if !by_plugin && !quant::has_inference_layers(self.module.as_dyn()) {
+            return Ok(());
+        }
+        let (key, what) = match by_plugin {
+            true => ("trainer.plugins", "the precision plugin has inference: true, which fit cannot do"),
+            false => ("module", "it is measured or quantized for fp8 inference, which cannot be trained"),
+        };
+        let remedy = "fit with another plugin or module, then validate, test or predict with this one";
+        Err(ConfigError::new(key, what, remedy).into())
+    }
+
     /// All that comes before the first epoch: set-up, a checkpoint's state, optimizers, sanity check, loaders.
     fn begin_fit(&mut self) -> Result<FitLoaders<M::Batch>> {
+        self.refuse_quantized()?;
         self.setup()?;
         set_training(self.module, true);
         if self.run.world().is_global_zero() && !self.plan.fast_dev_run {
@@ -167,6 +219,7 @@ impl<M: LightningModule> Session<'_, M> {
             self.run_example()?;
         }
         self.call(Hook::OnFitStart, BatchFacts::default())?;
+        self.run.engine.of_call.checkpoints = checkpoint_calls(self.module.as_dyn(), &self.plan.activations)?;
         let hyper_parameters =
             merged(self.module.hyper_parameters(), self.data.hyper_parameters(), self.plan)?;
         let mut loggers = self.run.loggers.iter_mut().filter(|_| !hyper_parameters.is_null());
@@ -205,8 +258,11 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// The checkpoint that the call starts from, if any.
     fn start(&self) -> Result<Option<PathBuf>> {
-        let path = self.options.ckpt_path.as_ref();
-        Ok(path.map(|path| find(self.run, path, self.run.at.stage)).transpose()?.flatten())
+        let of_strategy = self.plan.ranks.strategy.inference();
+        match &self.options.ckpt_path {
+            Some(path) => find(self.run, path, self.run.at.stage),
+            None => Ok(of_strategy.and_then(|inference| inference.settings.config.checkpoint_path())),
+        }
     }
 
     /// The hooks from `configure_callbacks` to `configure_model`; then the module goes to its device.
@@ -229,6 +285,10 @@ impl<M: LightningModule> Session<'_, M> {
         }
         self.module_method("setup", |module| module.setup(stage))?;
         self.module_method("configure_model", |module| module.configure_model())?;
+        let of_training = self.plan.fp8.as_ref().filter(|fp8| fp8.inference.is_none());
+        if let Some(fp8) = of_training {
+            prepare_fp8(self.module.as_dyn(), fp8)?;
+        }
         self.run.log.metrics.set_metrics(self.module.named_metrics());
         let dtype = self.plan.precision.true_dtype();
         self.run.engine.strategy.place(self.module.as_dyn(), self.plan.device, dtype)?;
@@ -297,6 +357,26 @@ impl<M: LightningModule> Session<'_, M> {
     }
 }
 
+/// Checkpoints the calls of the modules with these names.
+pub(crate) fn checkpoint_calls(root: &dyn Module, plan: &ActivationPlan) -> Result<Option<Checkpoints>> {
+    if plan.modules.is_empty() {
+        return Ok(None);
+    }
+    let calls = CheckpointCalls::of(root, &plan.modules, plan.treatment.clone());
+    let calls = Rc::new(calls.map_err(|name| no_module(root, &name))?);
+    Ok(Some(Checkpoints { _handle: intercept_calls(calls.clone()), calls, budget: plan.budget }))
+}
+
+/// A name of `activation_checkpointing` that is that of no module.
+pub(crate) fn no_module(root: &dyn Module, name: &str) -> ConfigError {
+    let what = format!("`{name}` is neither the type nor the fqn of a module");
+    let mut known: Vec<&str> = root.named_modules().iter().map(|(_, module)| module.type_name()).collect();
+    known.sort_unstable();
+    known.dedup();
+    let remedy = format!("use one of the types {}, or an fqn of module.named_modules()", known.join(", "));
+    ConfigError::new("trainer.activation_checkpointing", what, remedy)
+}
+
 /// Hyper-parameters of module and data for the loggers; null if they are to get none.
 fn merged(module: Value, data: Value, plan: &TrainPlan) -> Result<Value> {
     if !plan.enable_autolog_hparams {
@@ -316,26 +396,4 @@ fn merged(module: Value, data: Value, plan: &TrainPlan) -> Result<Value> {
         all.insert(name, value);
     }
     Ok(Value::Object(all))
-}
-
-/// Backward runs on the calling thread while this lives: the hop to the engine's device threads costs more than it
-/// saves on one device.
-pub(crate) struct SingleThreadedEngine {
-    was_multithreaded: bool,
-}
-
-impl SingleThreadedEngine {
-    pub(crate) fn enter() -> Result<Self> {
-        let was_multithreaded = ffi::engine_multithreading()?;
-        ffi::set_engine_multithreading(false)?;
-        Ok(Self { was_multithreaded })
-    }
-}
-
-impl Drop for SingleThreadedEngine {
-    fn drop(&mut self) {
-        if let Err(error) = ffi::set_engine_multithreading(self.was_multithreaded) {
-            tracing::warn!("autograd's threads could not be switched back: {error}");
-        }
-    }
 }

@@ -2,12 +2,14 @@
 
 use std::path::Path;
 
+use crate::config::format_size;
 use crate::distributed::{World, collective_scope};
 use crate::error::{CheckpointError, Error, Problem, Result};
 use crate::module::{LightningModule, Requests};
+use crate::nn::kept_within;
 use crate::strategy::Votes;
 use crate::trainer::session::engine::Engine;
-use crate::trainer::session::session::Session;
+use crate::trainer::session::session::{Run, Session};
 
 /// The requests and signals of this rank, and whether it has failed.
 pub(crate) fn votes(engine: &Engine, requests: &Requests) -> Votes {
@@ -21,6 +23,36 @@ pub(crate) fn votes(engine: &Engine, requests: &Requests) -> Votes {
         notice: signal == Some("SIGUSR1"),
         notice_2: signal == Some("SIGUSR2"),
         without_loss: 0,
+    }
+}
+
+impl Run {
+    /// After the first batch: which checkpointed modules keep what they save, within the budget. Rank 0 decides, since ranks have to gather
+    /// weights in the same order, and their times differ.
+    ///
+    /// # Collective
+    /// All ranks must call it after the same batch.
+    pub(crate) fn choose_kept_activations(&mut self) -> Result<()> {
+        let Some(checkpoints) = &mut self.engine.of_call.checkpoints else { return Ok(()) };
+        let Some(budget) = checkpoints.budget.take() else { return Ok(()) };
+        let calls = checkpoints.calls.clone();
+        let costs = calls.costs();
+        let mut kept = kept_within(&costs, budget);
+        if let Some(group) = self.world().group() {
+            let _named = collective_scope("kept activations");
+            kept = group.broadcast_object(&kept, 0)?;
+        }
+        let bytes =
+            costs.iter().zip(&kept).filter(|(_, kept)| **kept).map(|(cost, _)| cost.bytes).sum::<u64>();
+        tracing::info!(
+            "{} of {} checkpointed modules keep their activations, {} of {}",
+            kept.iter().filter(|kept| **kept).count(),
+            kept.len(),
+            format_size(bytes as usize),
+            format_size(budget as usize)
+        );
+        calls.keep(kept);
+        Ok(())
     }
 }
 

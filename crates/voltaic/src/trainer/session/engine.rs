@@ -1,12 +1,14 @@
 //! What runs backward passes and optimizer steps: strategy, loss scale, and checks of what they compute.
 
+use std::rc::Rc;
+
 use tch::Tensor;
 
 use crate::distributed::Signals;
 use crate::error::{Error, Result};
 use crate::ffi::AnomalyWatch;
 use crate::module::Progress;
-use crate::nn::{Module, Parameter};
+use crate::nn::{CheckpointCalls, InterceptorHandle, Module, Parameter};
 use crate::optim::Optimizer;
 use crate::precision::LossScale;
 use crate::strategy::{Strategy, Votes};
@@ -36,10 +38,20 @@ pub(crate) struct OfCall {
     pub has_open_grads: Vec<bool>,
     /// Whose steps those with manual optimization have captured.
     pub captured_optimizers: CapturedOptimizers,
+    /// There in a fit whose modules are checkpointed.
+    pub checkpoints: Option<Checkpoints>,
     /// There while a call runs.
     pub signals: Option<Signals>,
     /// Why this rank could not write what it keeps for all, until all ranks know.
     pub failure: Option<Error>,
+}
+
+/// The calls that are checkpointed, until this is dropped.
+pub(crate) struct Checkpoints {
+    pub calls: Rc<CheckpointCalls>,
+    pub _handle: InterceptorHandle,
+    /// Bytes that may be kept, until the modules for that are chosen.
+    pub budget: Option<u64>,
 }
 
 impl Engine {

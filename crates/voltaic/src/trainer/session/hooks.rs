@@ -4,6 +4,7 @@
 //! tch's operators panic when shapes do not fit. Inside a guarded call such a panic is not printed; its message and place become the
 //! error, which names the hook.
 
+use std::backtrace::Backtrace;
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
@@ -22,6 +23,7 @@ use crate::module::{
 use crate::nn::{GatherWatch, ModuleExt, with_fqn};
 use crate::profiler::actions;
 use crate::trainer::session::engine::Engine;
+use crate::trainer::session::place::{Place, torch_message};
 use crate::trainer::session::session::{Run, Session};
 
 /// The error of a hook, with where the run stands. One that comes from a hook within a step keeps its own name.
@@ -139,6 +141,7 @@ impl<M: LightningModule> Session<'_, M> {
     ) -> (HookContext<'s>, &'s mut [Box<dyn Callback>], &'s mut M) {
         let Session { run, module, training, .. } = self;
         let Run { at, facts, log, requests, callbacks, .. } = &mut **run;
+        training.is_in_step = false;
         let ctx = HookContext { at, run: facts, of_batch: batch, log, requests, training, batch: None };
         (ctx, callbacks, module)
     }
@@ -150,6 +153,7 @@ impl<M: LightningModule> Session<'_, M> {
     ) -> (HookContext<'s>, InStep<'s, M>) {
         let Session { run, module, training, .. } = self;
         let Run { at, facts, log, requests, callbacks, engine, .. } = &mut **run;
+        training.is_in_step = true;
         let ctx = HookContext { at, run: facts, of_batch: batch, log, requests, training, batch: None };
         (ctx, InStep { callbacks, engine, module })
     }
@@ -312,10 +316,16 @@ fn install_panic_hook() {
                 return previous(info);
             }
             let text = panic_text(info.payload());
-            // tch prints its error's Debug form, with libtorch's stack behind it
-            let text = text.split("\\nException raised from").next().unwrap_or(&text);
-            let place = info.location().map(|place| format!(" at {}:{}", place.file(), place.line()));
-            MESSAGE.set(Some(format!("{text}{}", place.unwrap_or_default())));
+            let location = || info.location().map(|place| format!("{}:{}", place.file(), place.line()));
+            let (text, place) = match torch_message(&text) {
+                // the location is in tch
+                Some(message) => {
+                    let place = Place::of(&Backtrace::force_capture()).map(|place| place.to_string());
+                    (format!("libtorch: {message}"), place.or_else(location))
+                }
+                None => (text, location()),
+            };
+            MESSAGE.set(Some(place.map_or(text.clone(), |place| format!("{text} at {place}"))));
         }));
     });
 }
@@ -327,15 +337,23 @@ pub(crate) fn guarded<T>(body: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Re
     watch.end().map_or(result, |failure| Err(failure.into()))
 }
 
-/// Calls `body`; a panic becomes an error.
+/// Calls `body`; a panic becomes an error. With `RUST_BACKTRACE=1` one of libtorch's names the user's file and line.
+#[inline(never)] // backtraces are searched up to here
 pub(crate) fn without_panic<T>(body: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
     install_panic_hook();
     let was_guarded = GUARDED.replace(true);
     let result = catch_unwind(AssertUnwindSafe(body));
     GUARDED.set(was_guarded);
-    result.unwrap_or_else(|_| {
+    let result = result.unwrap_or_else(|_| {
         let message = MESSAGE.take().unwrap_or_else(|| "panic without a message".to_owned());
         Err(anyhow::anyhow!("panicked: {message}"))
+    });
+    result.map_err(|error| {
+        let is_of_torch = error.root_cause().is::<TchError>() && error.downcast_ref::<Place>().is_none();
+        match is_of_torch.then(|| Place::of(error.backtrace())).flatten() {
+            Some(place) => error.context(place),
+            None => error,
+        }
     })
 }
 

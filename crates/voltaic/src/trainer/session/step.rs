@@ -14,7 +14,9 @@ use crate::module::{
     StepContext, StepHook, StepModuleGraphs, StepOutput,
 };
 use crate::nn::{GatherWatch, Module, ModuleExt, Parameter};
-use crate::precision::{LossScale, autocast, disable_casts};
+use crate::optim::OffloadState;
+use crate::precision::fp8::reduce_amaxes;
+use crate::precision::{LossScale, disable_casts};
 use crate::profiler::actions;
 use crate::trainer::session::agree::votes;
 use crate::trainer::session::engine::{Engine, check_anomaly, check_gradients, unscale};
@@ -67,6 +69,7 @@ impl<M: LightningModule> Session<'_, M> {
         let _action = self.profile_strategy(point.name)?;
         let is_training = of.is_training();
         let is_manual = is_training && !self.module.automatic_optimization();
+        self.reload_states(if is_training { &OffloadState::ALL } else { &[OffloadState::LpParams] })?;
         if is_manual {
             self.prepare_replays()?;
         }
@@ -86,10 +89,11 @@ impl<M: LightningModule> Session<'_, M> {
                 is_training,
             }),
         };
-        let region = plan.precision.autocast_dtype().map(|dtype| autocast(plan.device, dtype)).transpose()?;
+        let region = plan.enter_precision()?;
         let watch = GatherWatch::begin();
-        let output = match hooks.is_empty() {
-            true => Ok(without_panic(|| step(module, batch, &mut ctx))), // two frames less in a backtrace
+        // a backward pass within the step, for a gradient's gradient or a graph, may run checkpointed modules again
+        let output = match hooks.is_empty() && !is_training {
+            true => Ok(without_panic(|| step(module, batch, &mut ctx))), // fewer frames in a backtrace
             false => hooks.within(module.as_dyn(), || without_panic(|| step(module, batch, &mut ctx))),
         };
         drop(region);
@@ -114,6 +118,11 @@ impl<M: LightningModule> Session<'_, M> {
         outputs.detach()?;
         self.outputs = outputs;
         Ok(output)
+    }
+
+    /// Moves states back to the device that a hook has offloaded, and that are needed.
+    pub(crate) fn reload_states(&mut self, states: &[OffloadState]) -> Result<()> {
+        self.training.optimizers.iter_mut().try_for_each(|optimizer| optimizer.reload_states(states))
     }
 
     /// Before a step with manual optimization, which may replay steps of optimizers: they read the learning rates in force.
@@ -143,6 +152,12 @@ impl<M: LightningModule> Session<'_, M> {
             made.check(buffer.tensor(), || format!("buffer `{fqn}`"))?;
         }
         Ok(())
+    }
+
+    /// After a backward pass: the ranks share what layers in float8 have measured.
+    pub(crate) fn share_amaxes(&self) -> Result<()> {
+        let _named = collective_scope("amax of fp8");
+        self.run.world().group().map_or(Ok(()), |group| reduce_amaxes(group))
     }
 
     /// After optimizer steps, done or left out.

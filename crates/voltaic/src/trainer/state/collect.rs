@@ -11,7 +11,8 @@ use crate::checkpoint::{
 use crate::distributed::SlurmJob;
 use crate::error::{Error, Result};
 use crate::module::{BatchFacts, LightningModule, ModuleTensors, Progress};
-use crate::nn::{Module, ModuleExt, state_dict_of, tied_names};
+use crate::nn::te::fp8_state_dict;
+use crate::nn::{Module, ModuleExt, frozen_parameters, quant, state_dict_of, tied_names};
 use crate::optim::OptimizerState;
 use crate::strategy::{ShardedGrads, Strategy};
 use crate::trainer::session::hooks::{guarded, hook_error, of_callback};
@@ -119,6 +120,7 @@ fn training_state<M: LightningModule>(session: &Session<M>) -> Result<FitState> 
         grads,
         had_grad,
         metrics: run.log.metrics.metric_states()?,
+        fp8: fp8_state_dict(session.module.as_dyn())?,
         rng: rng::states(session.plan.device)?,
         ..TrainingState::default()
     };
@@ -167,6 +169,10 @@ fn complete<M: LightningModule>(session: &mut Session<M>, fit: Option<FitState>)
     let progress = fit.as_ref().map_or(&session.run.at.progress, |fit| &fit.state.progress);
     let strategy = session.run.engine.strategy.as_ref();
     let mut checkpoint = sharded_weights(strategy, session.module, progress, fit.is_none())?;
+    if strategy.excludes_frozen_parameters() {
+        let frozen = frozen_parameters(session.module.as_dyn()).into_iter();
+        checkpoint.leave_out(frozen.map(|(name, _)| name).collect());
+    }
     let state = match fit {
         Some(FitState { state, training, parts }) => {
             checkpoint.training = Some(training);
@@ -214,7 +220,9 @@ pub(crate) fn sharded_weights<M: LightningModule>(
 ) -> Result<Checkpoint> {
     let meta = meta(module, progress);
     let Some(sharded) = strategy.sharded_state().filter(|_| strategy.keeps(module.as_dyn())) else {
-        return Ok(Checkpoint { weights: module.try_state_dict()?, meta, ..Checkpoint::default() });
+        let mut weights = module.try_state_dict()?;
+        weights.extend(quant::scales(module.as_dyn())?);
+        return Ok(Checkpoint { weights, meta, ..Checkpoint::default() });
     };
     let mut parts = sharded.save_weights()?;
     if only_sharded {

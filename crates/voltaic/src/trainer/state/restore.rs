@@ -6,18 +6,19 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
-use tch::Kind;
+use tch::{Kind, Tensor};
 
 use crate::callback::Callback;
 use crate::checkpoint::{
-    Checkpoint, Failures, Loaded, LoopState, OneFile, Part, RankState, Shards, Unread, exact, grad_name,
-    is_folder, parameter_of, use_master_weights,
+    Checkpoint, Failures, LoopState, Part, RankState, Unread, exact, grad_name, is_deepspeed, parameter_of,
+    use_master_weights,
 };
 use crate::data::Stage;
 use crate::distributed::World;
 use crate::error::{CheckpointError, ConfigError, Error, Problem, Result};
 use crate::module::{LightningModule, MetricsState, ModuleTensors, Profiling, RunFacts};
-use crate::nn::{Module, ModuleExt, StateEntry, load_state_dict_each};
+use crate::nn::te::load_fp8_state_dict;
+use crate::nn::{Module, ModuleExt, Parameter, StateEntry, frozen_parameters, load_state_dict_each, quant};
 use crate::optim::{OptimizerState, ParamGroup};
 use crate::trainer::config::values::Limit;
 use crate::trainer::plan::train_plan::TrainPlan;
@@ -52,27 +53,17 @@ pub(crate) struct Opened {
 pub(crate) fn load<M: LightningModule>(session: &mut Session<M>, path: &Path) -> Result<Opened> {
     let Run { engine, checkpoint_io, .. } = &mut *session.run;
     let world = engine.strategy.world();
-    if engine.strategy.sharded_state().is_none() {
+    let is_slice = |(_, parameter): &(String, Parameter)| parameter.tensor_shard().is_some();
+    if engine.strategy.sharded_state().is_none() && !session.module.named_parameters().iter().any(is_slice) {
         return Ok(Opened { checkpoint: checkpoint_io.load_checkpoint(path)?, unread: None });
     }
-    let Some(group) = world.group().filter(|group| group.world_size() > 1 && checkpoint_io.reads_parts())
-    else {
-        let mut checkpoint = checkpoint_io.load_checkpoint(path)?;
-        let unread = Unread::Memory(Box::new(Loaded::of(&mut checkpoint, path)));
-        return Ok(Opened { checkpoint, unread: Some(unread) });
+    // that of DeepSpeed each rank reads as a whole
+    let reads_parts = checkpoint_io.reads_parts() && !world.of_rank_zero(is_deepspeed(path))?;
+    let (checkpoint, unread) = match world.peers().filter(|_| reads_parts) {
+        Some(group) => agreed(world, "read", path, Unread::of_ranks(path, group))?,
+        None => Unread::of_checkpoint(checkpoint_io.load_checkpoint(path)?, path),
     };
-    let read = match world.of_rank_zero(is_folder(path))? {
-        true => Shards::open(path).and_then(|shards| {
-            Ok(Opened {
-                checkpoint: shards.rest(world.rank, world.world_size)?,
-                unread: Some(Unread::Folder(Box::new(shards))),
-            })
-        }),
-        false => OneFile::open(path, group).and_then(|file| {
-            Ok(Opened { checkpoint: file.rest()?, unread: Some(Unread::File(Box::new(file))) })
-        }),
-    };
-    agreed(world, "read", path, read)
+    Ok(Opened { checkpoint, unread: Some(unread) })
 }
 
 /// Parameters in float32, which need no master weights: those of a checkpoint are their weights.
@@ -106,22 +97,44 @@ fn of_other_module<M: LightningModule>(
 
 fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Opened, path: &Path) -> Result<()> {
     let full = full_precision(session);
+    let frozen = left_out(session, &loaded.checkpoint.meta.frozen, path)?;
+    let own = frozen.iter().map(|(name, shape)| (name.as_str(), shape.clone()));
     let Some(unread) = &loaded.unread else {
+        let names = loaded.checkpoint.weights.iter().map(|(name, _)| name.as_str());
+        if quant::has_scales(names) {
+            refuse_to_quantize(session, path, session.run.at.stage == Stage::Fit)?;
+            let restored = quant::restore(session.module.as_dyn(), &mut loaded.checkpoint.weights);
+            restored.map_err(|error| of_other_module(error, session, loaded, path))?;
+        }
         let taken = use_master_weights(&mut loaded.checkpoint, &|fqn| full.contains(fqn))?;
         tell_of_masters(taken, path);
-        let done = session.module.load_state_dict(&loaded.checkpoint.weights, true).map(drop);
+        let weights = loaded.checkpoint.weights.iter().map(|(name, tensor)| (name.as_str(), tensor));
+        let given: HashMap<&str, &Tensor> = weights.collect();
+        let shapes: Vec<_> = given.iter().map(|(name, tensor)| (*name, tensor.size())).chain(own).collect();
+        let done = load_state_dict_each(session.module.as_dyn(), &shapes, &mut |name, held| {
+            given.get(name).map_or(Ok(()), |values| held.fill(values))
+        });
         return done.map_err(|error| of_other_module(error, session, loaded, path));
     };
+    if quant::has_scales(unread.weights().into_iter().map(|(name, _)| name)) {
+        refuse_to_quantize(session, path, true)?;
+    }
     let sharded = session.run.engine.strategy.sharded_state();
     let num_optimizers = loaded.checkpoint.training.as_ref().map_or(0, |training| training.optimizers.len());
     let mut masters = unread.masters(num_optimizers);
     masters.retain(|fqn, _| full.contains(*fqn));
     let mut failures = Failures::of(unread);
-    let read = load_state_dict_each(session.module.as_dyn(), &unread.weights(), &mut |name, held| {
+    let shapes: Vec<_> = unread.weights().into_iter().chain(own).collect();
+    let read = load_state_dict_each(session.module.as_dyn(), &shapes, &mut |name, held| {
+        if frozen.iter().any(|(frozen, _)| frozen == name) {
+            return Ok(()); // the module has its values
+        }
         let fill = || {
-            let StateEntry::Parameter(parameter) = held else { return held.fill(&unread.whole(name)?) };
-            let fqn = parameter.fqn();
-            let master = fqn.as_deref().and_then(|fqn| masters.get(fqn));
+            let fqn = match held {
+                StateEntry::Parameter(parameter) => parameter.fqn(),
+                StateEntry::Buffer(_) => None,
+            };
+            let master = fqn.as_deref().and_then(|fqn| masters.get(fqn).copied());
             if let (Some(sharded), Some(fqn)) = (sharded, &fqn)
                 && let Some(shard) = sharded.weight_shard(fqn)
             {
@@ -134,11 +147,7 @@ fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Opened
                     },
                 );
             }
-            let values = unread.whole(name)?;
-            held.fill(&match master {
-                Some(master) => exact(values, unread.whole(master)?)?,
-                None => values,
-            })
+            held.read(unread, name, master)
         };
         failures.note(fill())
     });
@@ -147,6 +156,50 @@ fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Opened
     }
     let done = read.map_err(|error| of_other_module(error, session, loaded, path));
     agreed(session.run.world(), "read", path, done.and_then(|()| failures.end()))
+}
+
+/// A quantized checkpoint is for validate, test and predict, with a strategy that does not divide weights.
+fn refuse_to_quantize<M: LightningModule>(session: &Session<M>, path: &Path, is_refused: bool) -> Result<()> {
+    if !is_refused {
+        return Ok(());
+    }
+    let what = format!("{} is quantized (float8 weights with scales)", path.display());
+    let remedy = match session.run.at.stage {
+        Stage::Fit => "validate, test or predict with it; fit needs the weights from before",
+        _ => "use a strategy that does not divide weights, such as ddp, or load it by nn::quant::load before",
+    };
+    Err(ConfigError::new("ckpt_path", what, remedy).into())
+}
+
+/// Names and shapes of parameters that a checkpoint leaves out, since they were frozen.
+///
+/// # Errors
+/// If one of them is not frozen in this run, or not there.
+fn left_out<M: LightningModule>(
+    session: &Session<M>,
+    names: &[String],
+    path: &Path,
+) -> Result<Vec<(String, Vec<i64>)>> {
+    if names.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut frozen = frozen_parameters(session.module.as_dyn());
+    let others = names.iter().filter(|name| !frozen.iter().any(|(own, _)| own == *name));
+    let others: Vec<&str> = others.map(String::as_str).collect();
+    if let Some(first) = others.first() {
+        let what = format!(
+            "{} leaves out {} parameters that were frozen (exclude_frozen_parameters), and {} of them are not frozen in this \
+             run, such as {first}",
+            path.display(),
+            names.len(),
+            others.len()
+        );
+        let remedy = "freeze them before the checkpoint is loaded, as in configure_model, or load one that has all weights";
+        let module = Module::type_name(session.module).to_owned();
+        return Err(CheckpointError::Mismatch { module, problem: Problem::new(what, remedy) }.into());
+    }
+    frozen.retain(|(own, _)| names.contains(own));
+    Ok(frozen)
 }
 
 fn tell_of_masters(taken: usize, path: &Path) {
@@ -167,6 +220,7 @@ pub(crate) fn restore_module<M: LightningModule>(
     restore_weights(session, loaded, path)?;
     let checkpoint = &loaded.checkpoint;
     let Some(training) = &checkpoint.training else { return Ok(()) };
+    load_fp8_state_dict(session.module.as_dyn(), &training.fp8)?;
     let state = read_state(&training.json, path)?;
     let action = session.profile_hook("on_load_checkpoint")?;
     let tensors =

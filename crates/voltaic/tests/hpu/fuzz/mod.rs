@@ -16,6 +16,8 @@ use voltaic::checkpoint::Checkpoint;
 use voltaic::data::Loaders;
 use voltaic::graph::{GraphedInPlace, ModuleCacher, WrapOptions, wrap_in_hpu_graph_inplace};
 use voltaic::nn::ModuleExt;
+use voltaic::nn::te;
+use voltaic::precision::fp8::Fp8Settings;
 use voltaic::precision::{OpLists, reset_op_lists, set_op_lists};
 use voltaic::trainer::{GradientClipAlgorithm, GraphMode, GraphReport, Trainer, seed_everything};
 use voltaic::{Device, Tensor, ffi};
@@ -79,6 +81,11 @@ fn trainer(
     if let Form::Trainer(mode) = form {
         builder = builder.graph(mode);
     }
+    // the run that others are compared with is the plain one
+    let is_plain = accelerator == "cpu" && matches!(form, Form::Trainer(GraphMode::Off));
+    if let Some(modules) = plan.checkpointed.filter(|_| !is_plain) {
+        builder = builder.activation_checkpointing(plan.activations.of(modules));
+    }
     if plan.deterministic {
         builder = builder.deterministic(true);
     }
@@ -108,6 +115,9 @@ fn run(
     ffi::manual_seed(plan.seed + 11).unwrap();
     seed_everything(plan.seed + 3).unwrap();
     let mut net = Net::new(plan);
+    if plan.precision == "fp8" {
+        te::convert(&net, &Fp8Settings::default()).unwrap();
+    }
     // dropout draws from the device's own generator, which after this is where the CPU's is
     seed_everything(plan.seed + 4).unwrap();
     let _graphed: Vec<GraphedInPlace> = match form {
@@ -291,7 +301,7 @@ fn case(plan: &Plan, counts: &mut Counts) -> Result<(), String> {
         eager.push(own.map_err(|what| format!("{accelerator}: {what}"))?);
     }
     counts.runs += 1;
-    if plan.precision.ends_with("32-true") || plan.precision.ends_with("16-true") {
+    if ["32-true", "fp8"].contains(&plan.precision) || plan.precision.ends_with("16-true") {
         for (own, expected) in eager[1].iter().zip(&eager[0]) {
             if let Some(what) = difference_of_devices(own, expected) {
                 return Err(format!("hpu: {what}"));

@@ -3,7 +3,7 @@
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use crate::random_runs::{Average, Manual, maybe, one};
+use crate::random_runs::{Activations, Average, Manual, maybe, one};
 
 /// A module from 8 features to 8.
 #[derive(Debug, Clone, PartialEq)]
@@ -172,6 +172,10 @@ pub struct Plan {
     pub cuts: bool,
     pub batches: usize,
     pub epochs: i64,
+    /// The modules whose calls are checkpointed.
+    pub checkpointed: Option<&'static str>,
+    /// What becomes of what they save.
+    pub activations: Activations,
 }
 
 fn shape(rng: &mut StdRng, depth: usize) -> Shape {
@@ -298,7 +302,16 @@ impl Plan {
             cuts: rng.random_range(0..5) == 0,
             batches: rng.random_range(3..9),
             epochs: rng.random_range(2..5),
+            checkpointed: one(rng, [None, None, Some("Block"), Some("Linear"), Some("blocks.*")]),
+            activations: one(
+                rng,
+                [Activations::Recompute, Activations::Save, Activations::Save, Activations::Offload],
+            ),
         };
+        // drawn last, so that the cases before it was there stay as they are
+        if plan.precision == "32-true" && rng.random_range(0..4) == 0 {
+            plan.precision = "fp8";
+        }
         plan.reconcile();
         plan
     }
@@ -313,6 +326,11 @@ impl Plan {
         }
         if self.zeroes_every > 1 {
             self.saved = None; // the same
+        }
+        // a module that goes on from what it has kept does not do the same twice
+        let goes_on = [Shape::Running, Shape::Replaced, Shape::Kept, Shape::Stored];
+        if goes_on.iter().any(|shape| self.has(shape)) {
+            self.checkpointed = self.checkpointed.filter(|modules| *modules == "Linear");
         }
     }
 
@@ -332,6 +350,7 @@ impl Plan {
         for part in parts.split(',').filter(|part| !part.is_empty()) {
             match part {
                 "twice" => self.twice = None,
+                "checkpointed" => self.checkpointed = None,
                 "unused" => self.unused = None,
                 "in_place" => self.in_place = false,
                 "detached" => self.detached = None,

@@ -122,6 +122,8 @@ pub fn not_reached(group: Group, on: &str, chosen: &BTreeSet<String>) -> Vec<&'s
 #[test]
 fn each_row_of_the_tables_has_calls_that_reach_it() {
     let entries: BTreeSet<String> = ENTRIES.iter().map(|(key, ..)| (*key).to_owned()).collect();
-    assert_eq!(keys().into_iter().collect::<BTreeSet<_>>(), entries);
+    // steps of optimizers are not drawn: voltaic-kernels tests them, and tests/it/narrow_grads.rs
+    let is_drawn = |key: &String| !key.contains(" by Update ");
+    assert_eq!(keys().into_iter().filter(is_drawn).collect::<BTreeSet<_>>(), entries);
     assert!(ENTRIES.iter().all(|(_, machine, _)| MACHINES.contains(machine)));
 }

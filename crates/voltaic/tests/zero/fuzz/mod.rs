@@ -18,7 +18,10 @@ use voltaic::data::Loaders;
 use voltaic::distributed::World;
 use voltaic::module::{CheckpointRequest, HookContext, StepHook};
 use voltaic::nn::ModuleExt;
-use voltaic::strategy::{BuildStrategy, Strategy, Zero, ZeroConfig, ZeroStage};
+use voltaic::optim::{OffloadState, OffloadStates};
+use voltaic::strategy::{
+    Aio, BuildStrategy, OffloadDevice, OffloadOptimizer, OffloadParam, Strategy, Zero, ZeroConfig, ZeroStage,
+};
 use voltaic::trainer::Trainer;
 use voltaic::{Kind, Module, Tensor};
 
@@ -41,10 +44,21 @@ fn write(module: &dyn Module, step: usize, number: usize) {
     let _ = tch::no_grad(|| of.tensor().shallow_clone().multiply_scalar_(0.75));
 }
 
-/// Does by hand what a plan asks for, and reads.
-struct Hands(Plan);
+/// Does by hand what a plan asks for, and reads; has states moved if it is a stage.
+struct Hands(Plan, bool);
 
 impl Hands {
+    fn offload_states(&self, ctx: &mut HookContext) -> anyhow::Result<()> {
+        let Some(number) = self.0.offloaded_states.filter(|_| self.1 && ctx.batch_idx().is_multiple_of(2))
+        else {
+            return Ok(());
+        };
+        let all = OffloadState::ALL.into_iter().enumerate();
+        let include = all.filter(|(bit, _)| number >> bit & 1 == 1).map(|(_, state)| state).collect();
+        ctx.offload_states(OffloadStates { include, pin_memory: number & 16 == 0 })?;
+        if number & 32 == 0 { Ok(()) } else { Ok(ctx.reload_states()?) }
+    }
+
     fn at(&self, when: When, ctx: &HookContext, module: &dyn Module) {
         if let Some((_, number)) = self.0.by_hand.filter(|(own, _)| *own == when) {
             write(module, ctx.current_epoch() as usize * self.0.batches + ctx.batch_idx(), number);
@@ -79,13 +93,14 @@ impl Callback for Hands {
 
     fn on_train_batch_end(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
         self.at(When::BatchEnd, ctx, module);
+        self.offload_states(ctx)?;
         if self.0.reads {
             let net = module.downcast_mut::<Net>()?;
             for parameter in net.parameters() {
                 net.note(&parameter.norm());
             }
             for (_, tensor) in net.state_dict() {
-                net.note(&tensor.sum(Kind::Double));
+                net.note(&tensor.to_device(voltaic::Device::Cpu.into()).sum(Kind::Double));
             }
         }
         Ok(())
@@ -117,10 +132,19 @@ fn loaders(plan: &Plan, ranks: usize) -> Loaders<Batch> {
     random_runs::loaders((samples, 2), plan.validates.then_some((4 * ranks as i64 + plan.excess, 2)))
 }
 
-/// The settings of a stage.
-fn config(plan: &Plan, stage: ZeroStage) -> ZeroConfig {
+/// The settings of a stage, with files below a folder.
+fn config(plan: &Plan, stage: ZeroStage, folder: &Path) -> ZeroConfig {
     let default = ZeroConfig::of_stage(stage);
     let leaf = plan.leaf.filter(|_| !plan.blocks.is_empty());
+    let device = |is_off: bool| if is_off { OffloadDevice::Cpu } else { OffloadDevice::None };
+    let (ratio, has_params) = plan.offload.unwrap_or((0.0, false));
+    let is_three = stage == ZeroStage::Three;
+    let in_files = plan.in_files.filter(|_| is_three).unwrap_or_default();
+    let place = |is_in_files: bool, is_off: bool| match is_in_files {
+        true => OffloadDevice::Nvme,
+        false => device(is_off),
+    };
+    let nvme_path = Some(folder.join("nvme").display().to_string());
     let or = |number: usize, own: usize, default: usize| if plan.defaults[number] { default } else { own };
     ZeroConfig {
         reduce_bucket_size: plan.reduce_bucket_size,
@@ -131,6 +155,29 @@ fn config(plan: &Plan, stage: ZeroStage) -> ZeroConfig {
         master_weights: plan.has_masters,
         leaf_modules: leaf.map(|leaf| format!("blocks.{}", leaf % plan.blocks.len())).into_iter().collect(),
         timeout: Duration::from_secs(20),
+        offload_optimizer: OffloadOptimizer {
+            device: place(in_files.optimizer, ratio > 0.0),
+            ratio: if is_three && ratio > 0.0 { ratio } else { 1.0 },
+            nvme_path: nvme_path.clone(),
+            buffer_count: in_files.buffers.0,
+            pipeline_read: in_files.pipeline_read,
+            pipeline_write: in_files.pipeline_write,
+            ..OffloadOptimizer::default()
+        },
+        offload_param: OffloadParam {
+            device: place(in_files.params, has_params && is_three),
+            nvme_path,
+            buffer_count: in_files.buffers.1,
+            max_in_cpu: in_files.max_in_cpu,
+            ..OffloadParam::default()
+        },
+        aio: Aio {
+            min_bytes: Some(1),
+            backend: in_files.backend,
+            block_size: in_files.block_size,
+            ..Aio::default()
+        },
+        sub_group_size: in_files.sub_group_size,
         ..default
     }
 }
@@ -184,8 +231,14 @@ fn run(
     let builder = silent(ranks, if ranks == 1 { "auto" } else { "ddp_find_unused_parameters_true" }, folder);
     let mut builder = match stage {
         None => builder,
-        Some(stage) => builder.strategy(Staged(config(plan, stage))),
+        Some(stage) => builder.strategy(Staged(config(plan, stage, folder))),
     };
+    if plan.offload.is_some() {
+        builder = builder.accelerator("hpu");
+    }
+    if let Some(modules) = plan.checkpointed.filter(|_| stage.is_some()) {
+        builder = builder.activation_checkpointing(plan.activations.of(modules));
+    }
     if plan.half {
         builder = builder.precision("bf16-true");
     } else if plan.is_wide() {
@@ -196,7 +249,7 @@ fn run(
         builder = builder.gradient_clip_val(norm);
     }
     builder = plan.average.add_to(builder);
-    builder = builder.callback(Hands(plan.clone()));
+    builder = builder.callback(Hands(plan.clone(), stage.is_some()));
     let last = 2 * plan.batches - 1;
     for (step, kind) in [(last, "end")].into_iter().chain(plan.saved.map(|step| (step % last, "saved"))) {
         let path = folder.join(format!("{name}-{kind}.ckpt"));
@@ -219,7 +272,9 @@ fn run(
         let found = trainer.validate(&mut net, &mut data).map_err(|error| error.to_string())?;
         found.iter().for_each(|(_, value)| net.note(&Tensor::from(*value)));
     }
-    Ok(Outcome { trainer, weights: weights(&net), seen: net.seen.into_inner().unwrap() })
+    let host = |(name, tensor): (String, Tensor)| (name, tensor.to_device(voltaic::Device::Cpu.into()));
+    let weights = weights(&net).into_iter().map(host).collect();
+    Ok(Outcome { trainer, weights, seen: net.seen.into_inner().unwrap() })
 }
 
 fn bits(tensor: &Tensor) -> Tensor {
@@ -353,7 +408,13 @@ fn compare(
 fn case(seed: u64, ranks: usize, folder: &Path) -> Result<bool, String> {
     let plan = Plan::of(seed).without(&std::env::var("VOLTAIC_FUZZ_WITHOUT").unwrap_or_default());
     let of_plan = |what: String| format!("{what}\n  {plan:?}");
-    let Ok(ddp) = run(&plan, ranks, None, folder, "ddp", (None, 2)) else { return Ok(false) }; // it is nonsense
+    let ddp = match run(&plan, ranks, None, folder, "ddp", (None, 2)) {
+        Ok(ddp) => ddp,
+        Err(error) => {
+            println!("seed {seed} on {ranks} ranks does not run: {error}"); // it is nonsense
+            return Ok(false);
+        }
+    };
     for stage in STAGES {
         let name = stage.name();
         let of_stage = |what: String| of_plan(format!("{name}: {what}"));

@@ -185,7 +185,7 @@ impl Net {
     }
 
     pub fn note(&self, value: &Tensor) {
-        self.seen.lock().unwrap().push(value.detach().to_kind(Kind::Double).double_value(&[]).to_bits());
+        self.seen.lock().unwrap().push(value.detach().double_value(&[]).to_bits());
     }
 
     /// Which expert this rank calls from now on.

@@ -2,8 +2,9 @@
 
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use voltaic::ffi::FileBackend;
 
-use crate::random_runs::{Average, Manual, maybe, one};
+use crate::random_runs::{Activations, Average, Manual, maybe, one};
 
 /// A checkpoint of an end, from which another run goes on.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -63,6 +64,39 @@ pub enum Rule {
     Sgd,
     Adagrad,
     RmsProp,
+}
+
+/// What stage 3 has in files, down to single elements, and how they are moved.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct InFiles {
+    pub optimizer: bool,
+    pub params: bool,
+    /// Elements of shards that stay in memory.
+    pub max_in_cpu: u64,
+    /// Buffers of the optimizer, and of shards.
+    pub buffers: (u64, u64),
+    pub pipeline_read: bool,
+    pub pipeline_write: bool,
+    pub backend: FileBackend,
+    pub block_size: u64,
+    pub sub_group_size: usize,
+}
+
+impl Default for InFiles {
+    /// Nothing.
+    fn default() -> Self {
+        Self {
+            optimizer: false,
+            params: false,
+            max_in_cpu: 0,
+            buffers: (4, 5),
+            pipeline_read: false,
+            pipeline_write: false,
+            backend: FileBackend::Auto,
+            block_size: 1 << 20,
+            sub_group_size: 1_000_000_000,
+        }
+    }
 }
 
 /// A run. Numbers that stand for modules and parameters are taken modulo how many there are.
@@ -133,6 +167,15 @@ pub struct Plan {
     pub evaluates: bool,
     /// The block that is a leaf module, of whose experts ranks call different ones.
     pub leaf: Option<usize>,
+    /// On an emulated HPU: the share of the optimizer, and whether the shards of the weights are in host memory.
+    pub offload: Option<(f64, bool)>,
+    /// The modules whose calls are checkpointed.
+    pub checkpointed: Option<&'static str>,
+    pub in_files: Option<InFiles>,
+    /// What becomes of what they save.
+    pub activations: Activations,
+    /// States that go to the host after each second batch, a bit for each, and whether they are asked back.
+    pub offloaded_states: Option<usize>,
 }
 
 fn shape(rng: &mut StdRng, depth: usize) -> Shape {
@@ -150,6 +193,23 @@ fn shape(rng: &mut StdRng, depth: usize) -> Shape {
         10 => [Shape::Double, Shape::Low][rng.random_range(0..2)].clone(),
         11 => Shape::Tied,
         _ => Shape::Nested((0..rng.random_range(1..3)).map(|_| shape(rng, depth + 1)).collect()),
+    }
+}
+
+impl InFiles {
+    fn of(rng: &mut StdRng) -> Self {
+        Self {
+            optimizer: rng.random_range(0..4) > 0,
+            params: rng.random_range(0..4) > 0,
+            max_in_cpu: one(rng, [0, 0, 50, 1_000_000]),
+            // AdamW needs three at a time, and one more for the gradients
+            buffers: (one(rng, [3, 4, 5, 8]), one(rng, [1, 2, 5])),
+            pipeline_read: rng.random(),
+            pipeline_write: rng.random(),
+            backend: one(rng, [FileBackend::Auto, FileBackend::Threads]),
+            block_size: one(rng, [1, 4096, 1 << 20]),
+            sub_group_size: one(rng, [16, 100, 1_000_000]),
+        }
     }
 }
 
@@ -215,10 +275,21 @@ impl Plan {
             logs_steps: rng.random(),
             evaluates: rng.random_range(0..4) == 0,
             leaf: maybe(rng, 4),
+            offload: maybe(rng, 3).map(|number| ([0.0, 0.5, 1.0, 1.0][number % 4], number % 3 == 0)),
+            checkpointed: one(rng, [None, None, Some("Block"), Some("Linear"), Some("blocks.*")]),
+            in_files: None,
+            activations: one(
+                rng,
+                [Activations::Recompute, Activations::Save, Activations::Save, Activations::Offload],
+            ),
+            offloaded_states: None,
         };
         if plan.half && rng.random() {
             plan.average = one(rng, [Average::Ema, Average::Ema, Average::Swa]);
         }
+        let files = InFiles::of(rng);
+        plan.in_files = maybe(rng, 3).map(|_| files);
+        plan.offloaded_states = maybe(rng, 2);
         plan.reconcile();
         plan
     }
@@ -247,6 +318,10 @@ impl Plan {
             self.by_hand = None; // the average of a frozen weight without a float32 copy is rounded at each validation
         }
         self.half &= !self.is_wide();
+        self.offloaded_states = self.offloaded_states.filter(|_| self.offload.is_some()); // else all are on the host
+        if self.is_wide() || self.has(&Shape::Double) {
+            (self.offload, self.offloaded_states) = (None, None); // HPUs have no float64
+        }
         if !self.is_exact() {
             (self.nan, self.grad_penalty) = (None, false); // they make much of it, too
             self.half &= self.manual.is_none(); // steps add up several gradients, in float32 where there are copies
@@ -298,6 +373,7 @@ impl Plan {
         for part in parts.split(',').filter(|part| !part.is_empty()) {
             match part {
                 "twice" => self.twice = None,
+                "checkpointed" => self.checkpointed = None,
                 "skipped" => self.skipped = None,
                 "unused" => self.unused = None,
                 "rotates" => self.rotates = false,
@@ -336,6 +412,9 @@ impl Plan {
                 "logs_steps" => self.logs_steps = false,
                 "evaluates" => self.evaluates = false,
                 "leaf" => self.leaf = None,
+                "offload" => self.offload = None,
+                "offloaded_states" => self.offloaded_states = None,
+                "files" => self.in_files = None,
                 "bucket" => self.reduce_bucket_size = 1_000_000,
                 block => drop(self.blocks.remove(block.parse().expect("a part or the number of a block"))),
             }

@@ -77,15 +77,38 @@ fn add_average(plan: &Plan, builder: TrainerBuilder) -> TrainerBuilder {
 fn builder(plan: &Plan, folder: &Path) -> TrainerBuilder {
     let mut builder = silent(plan.ranks, plan.strategy, folder);
     if let Some(stage) = plan.strategy.strip_prefix("deepspeed") {
+        let stage: u8 = stage.parse().unwrap();
+        let (optimizer, params, ratio) = plan.offload;
+        let (backend, buffers, param_buffers) = plan.aio;
+        let nvme_path = folder.join("nvme");
+        let mut zero = serde_json::json!({
+            "stage": stage,
+            "offload_optimizer": {
+                "device": optimizer, "ratio": ratio, "pin_memory": ratio < 1.0, "nvme_path": nvme_path,
+                "buffer_count": buffers, "pipeline_read": plan.pipeline.0, "pipeline_write": plan.pipeline.1,
+            },
+        });
+        if stage == 3 {
+            zero["offload_param"] = serde_json::json!({
+                "device": params, "nvme_path": nvme_path, "buffer_count": param_buffers, "max_in_cpu": 0,
+            });
+            zero["sub_group_size"] = 50.into();
+            zero["stage3_param_persistence_threshold"] = if ratio < 1.0 { 0.into() } else { 100_000.into() };
+        }
         builder = builder.strategy(DeepSpeedStrategy::settings(serde_json::json!({
             "zero_allow_untested_optimizer": true,
-            "zero_optimization": {"stage": stage.parse::<u8>().unwrap()},
+            "zero_optimization": zero,
+            "aio": {"backend": backend, "min_bytes": 1},
+            "activation_checkpointing": {"cpu_checkpointing": plan.on_host},
         })));
     }
     builder = builder.accelerator(plan.accelerator).precision(plan.precision);
     builder = builder.max_epochs(plan.epochs as i64).num_sanity_val_steps(0);
     if !plan.is_manual {
         builder = builder.accumulate_grad_batches(plan.window as u64);
+    }
+    if let Some(modules) = plan.checkpointed {
+        builder = builder.activation_checkpointing([modules]);
     }
     if plan.is_graphed {
         builder = builder.graph(GraphMode::Step);

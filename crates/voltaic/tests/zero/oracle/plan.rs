@@ -99,7 +99,20 @@ pub struct Plan {
     pub restart: Restart,
     pub is_graphed: bool,
     pub profiler: Option<&'static str>,
+    /// With DeepSpeed: where the optimizer and the shards of the weights are, and the share of it that is there.
+    pub offload: (&'static str, &'static str, f64),
+    /// How files are moved: the system calls, and buffers of the optimizer and of shards.
+    pub aio: (&'static str, u64, u64),
+    /// Whether the optimizer's files are read ahead, and written behind.
+    pub pipeline: (bool, bool),
+    /// The modules whose calls are checkpointed.
+    pub checkpointed: Option<&'static str>,
+    /// Inputs of these calls are kept on the host, with DeepSpeed's settings.
+    pub on_host: bool,
 }
+
+/// Where something may be kept.
+const PLACES: [&str; 3] = ["none", "cpu", "nvme"];
 
 impl Plan {
     /// The run of a seed.
@@ -139,6 +152,11 @@ impl Plan {
             restart: Self::restart(rng, batch),
             is_graphed: rng.random_range(0..3) == 0,
             profiler: one(rng, [None, None, None, None, Some("simple"), Some("pytorch")]),
+            offload: (one(rng, PLACES), one(rng, PLACES), one(rng, [1.0, 1.0, 0.5])),
+            checkpointed: one(rng, [None, None, Some("Linear"), Some("second")]),
+            on_host: rng.random(),
+            aio: (one(rng, ["auto", "threads"]), one(rng, [3, 4, 8]), one(rng, [1, 2])),
+            pipeline: (rng.random(), rng.random()),
         };
         plan.reconcile();
         plan
@@ -210,6 +228,9 @@ impl Plan {
             };
         }
         self.is_adam &= !self.is_low(); // it divides by small gradients, which have few digits
+        if self.strategy != "deepspeed3" {
+            (self.offload.1, self.offload.2) = ("none", 1.0);
+        }
         self.is_graphed &= self.strategy == "auto" && !self.is_manual;
         self.is_last_short &= self.batch_size > 1;
     }

@@ -128,7 +128,8 @@ impl Kernels {
 mod tests {
     #[test]
     fn the_version_of_tch_is_the_manifests() {
-        let manifest = include_str!("../../../../../../Cargo.toml");
+        let manifest =
+            std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../Cargo.toml")).unwrap();
         assert!(manifest.contains(&format!("tch = \"{}", super::TCH)));
     }
 }

@@ -8,7 +8,8 @@ use crate::accelerator::RuntimeFlags;
 use crate::config::{Key, nearest};
 
 /// Variables of voltaic beside those of [`RuntimeFlags`] and of keys (`VOLTAIC_SECTION__KEY`).
-const OWN: [&str; 13] = [
+const OWN: [&str; 14] = [
+    "VOLTAIC_BIND_CORES",
     "VOLTAIC_CGROUP",
     "VOLTAIC_CPU_KERNELS",
     "VOLTAIC_DATA_DIR",

@@ -1,0 +1,312 @@
+//! Products of few rows with a matrix of float8 codes, whose numbers are widened in registers: memory gives one byte for each.
+
+use crate::float8::cast::Float8Format;
+use crate::float8::format::{E4m3, E5m2, Float8, decode};
+use crate::kernel::Kernel;
+use crate::processor::run_vectorized;
+use crate::threads::parallel_for;
+use crate::views::Shared;
+
+/// With more rows it is faster to widen the matrix once, and to multiply then.
+const MOST_ROWS: usize = 8;
+/// Multiplications that are worth a thread.
+const GRAIN: usize = 1 << 18;
+/// Codes of a step.
+const STEP: usize = 32;
+/// Rows that the codes are widened for together.
+const TOGETHER: usize = 4;
+
+/// Whether a left factor has so few rows that its product is better computed from codes.
+pub fn multiplies_float8(rows: usize) -> bool {
+    (1..=MOST_ROWS).contains(&rows)
+}
+
+/// Rows times the rows of a matrix of codes: `out[i][j] = sum of a[i][k] codes[j][k]`, summed in float32. Each row has `depth` numbers.
+///
+/// # Panics
+/// If the lengths do not fit together.
+pub fn multiply_by_float8(a: &[f32], codes: &[u8], format: Float8Format, depth: usize, out: &mut [f32]) {
+    assert!(depth > 0 && a.len().is_multiple_of(depth) && codes.len().is_multiple_of(depth), "{depth}");
+    let (rows, columns) = (a.len() / depth, codes.len() / depth);
+    assert_eq!(out.len(), rows * columns);
+    let out = Shared(out.as_mut_ptr());
+    parallel_for(columns, GRAIN.div_ceil(rows.max(1) * depth), |part| {
+        for column in part {
+            let codes = &codes[column * depth..][..depth];
+            for first in (0..rows).step_by(TOGETHER) {
+                let some = &a[first * depth..rows.min(first + TOGETHER) * depth];
+                let sums = match format {
+                    Float8Format::E4m3 => dots::<E4m3>(some, codes),
+                    Float8Format::E5m2 => dots::<E5m2>(some, codes),
+                };
+                for (row, sum) in (first..rows).zip(sums) {
+                    // SAFETY: the place is one of `rows * columns`, and each column belongs to one thread.
+                    unsafe { *out.at((row * columns + column) as isize) = sum };
+                }
+            }
+        }
+    });
+}
+
+/// The sums of the products of each of up to four rows and the codes; the rest is 0.
+fn dots<F: Float8>(rows: &[f32], codes: &[u8]) -> [f32; TOGETHER] {
+    let mut sums = [0.0; TOGETHER];
+    let row = |row: usize| &rows[row * codes.len()..][..codes.len()];
+    let count = rows.len() / codes.len();
+    #[cfg(target_arch = "x86_64")]
+    {
+        let known = match count {
+            1 => x86::dots::<F, 1>([row(0)], codes).map(|found| sums[..1].copy_from_slice(&found)),
+            2 => x86::dots::<F, 2>([row(0), row(1)], codes).map(|found| sums[..2].copy_from_slice(&found)),
+            3 => x86::dots::<F, 3>([row(0), row(1), row(2)], codes)
+                .map(|found| sums[..3].copy_from_slice(&found)),
+            _ => x86::dots::<F, 4>([row(0), row(1), row(2), row(3)], codes).map(|found| sums = found),
+        };
+        if known.is_some() {
+            return sums;
+        }
+    }
+    for (at, sum) in sums.iter_mut().enumerate().take(count) {
+        *sum = run_vectorized(Dot { format: std::marker::PhantomData::<F>, a: row(at), codes });
+    }
+    sums
+}
+
+struct Dot<'a, F> {
+    format: std::marker::PhantomData<F>,
+    a: &'a [f32],
+    codes: &'a [u8],
+}
+
+impl<F: Float8> Kernel for Dot<'_, F> {
+    type Output = f32;
+
+    #[inline(always)]
+    fn run(self) -> f32 {
+        let mut sums = [0.0; STEP];
+        let (a, codes) = (self.a.chunks_exact(STEP), self.codes.chunks_exact(STEP));
+        let rest = a.remainder().iter().zip(codes.remainder());
+        let rest: f32 = rest.map(|(a, code)| a * decode::<F>(*code)).sum();
+        for (a, codes) in a.zip(codes) {
+            for (sum, (a, code)) in sums.iter_mut().zip(a.iter().zip(codes)) {
+                *sum += a * decode::<F>(*code);
+            }
+        }
+        sums.iter().sum::<f32>() + rest
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::{
+        __m256i, _mm256_add_ps, _mm256_and_si256, _mm256_castsi256_si128, _mm256_cmpeq_epi8,
+        _mm256_cvtepu8_epi16, _mm256_cvtph_ps, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_loadu_ps,
+        _mm256_loadu_si256, _mm256_max_epu8, _mm256_set1_epi8, _mm256_set1_epi16, _mm256_setzero_ps,
+        _mm256_setzero_si256, _mm256_slli_epi16, _mm256_srai_epi16, _mm256_storeu_ps, _mm256_testz_si256,
+        _mm512_and_si512, _mm512_castsi512_si256, _mm512_cvtepu8_epi16, _mm512_cvtph_ps,
+        _mm512_extracti64x4_epi64, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_reduce_add_ps, _mm512_set1_epi16,
+        _mm512_setzero_ps, _mm512_slli_epi16, _mm512_srai_epi16,
+    };
+
+    use crate::float8::format::{Float8, decode};
+    use crate::processor::{has_avx512, has_vectors, prefetch};
+    use crate::product::float8::STEP;
+
+    /// Bytes that are asked for ahead.
+    const AHEAD: usize = 2048;
+    /// All bits of 16 but the highest one of the exponent of float16, into which a sign is shifted.
+    const WITHOUT_COPY: i16 = 0xbfff_u16 as i16;
+
+    // Codes as float16: those of E5M2 are its upper half. Those of E4M3 have one bit less of the exponent, and another bias: the numbers
+    // are 2^-8 of theirs.
+
+    /// The sums of the products of each row and the codes; none if the processor does not widen float16, or a code of E4M3 is NaN,
+    /// which float16 has elsewhere.
+    pub(super) fn dots<F: Float8, const R: usize>(rows: [&[f32]; R], codes: &[u8]) -> Option<[f32; R]> {
+        assert!(rows.iter().all(|row| row.len() == codes.len()));
+        let found = if has_avx512() {
+            // SAFETY: the processor has what the function is compiled for, as was just asked.
+            unsafe { with_avx512::<F, R>(rows, codes) }
+        } else if has_vectors() && std::arch::is_x86_feature_detected!("f16c") {
+            // SAFETY: as above.
+            unsafe { with_avx2::<F, R>(rows, codes) }
+        } else {
+            return None;
+        };
+        let whole = codes.len() - codes.len() % STEP;
+        let scale = if F::FRACTION == 3 { 256.0 } else { 1.0 };
+        let mut sums = found?;
+        for (sum, row) in sums.iter_mut().zip(rows) {
+            let rest = row[whole..].iter().zip(&codes[whole..]);
+            *sum = *sum * scale + rest.map(|(a, code)| a * decode::<F>(*code)).sum::<f32>();
+        }
+        Some(sums)
+    }
+
+    /// Whether the largest magnitude of each place of codes is never NaN.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn are_numbers<F: Float8>(largest: __m256i) -> bool {
+        let nans = _mm256_cmpeq_epi8(largest, _mm256_set1_epi8(0x7f));
+        F::FRACTION != 3 || _mm256_testz_si256(nans, nans) == 1
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    pub(super) fn with_avx512<F: Float8, const R: usize>(
+        rows: [&[f32]; R],
+        codes: &[u8],
+    ) -> Option<[f32; R]> {
+        let mut sums = [[_mm512_setzero_ps(); 2]; R];
+        let mut largest = _mm256_setzero_si256();
+        for first in (0..codes.len() - codes.len() % STEP).step_by(STEP) {
+            prefetch(codes.as_ptr().wrapping_add(first + AHEAD), STEP);
+            // SAFETY: there are 32 codes from `first` on.
+            let some = unsafe { _mm256_loadu_si256(codes.as_ptr().add(first).cast()) };
+            let mut halves = _mm512_slli_epi16::<8>(_mm512_cvtepu8_epi16(some));
+            if F::FRACTION == 3 {
+                largest = _mm256_max_epu8(largest, _mm256_and_si256(some, _mm256_set1_epi8(0x7f)));
+                halves = _mm512_and_si512(_mm512_srai_epi16::<1>(halves), _mm512_set1_epi16(WITHOUT_COPY));
+            }
+            let lower = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+            let upper = _mm512_cvtph_ps(_mm512_extracti64x4_epi64::<1>(halves));
+            for (sums, row) in sums.iter_mut().zip(rows) {
+                // SAFETY: each row is as long as the codes, as `dots` has checked.
+                let (low, high) = unsafe {
+                    let a = row.as_ptr().add(first);
+                    (_mm512_loadu_ps(a), _mm512_loadu_ps(a.add(16)))
+                };
+                sums[0] = _mm512_fmadd_ps(low, lower, sums[0]);
+                sums[1] = _mm512_fmadd_ps(high, upper, sums[1]);
+            }
+        }
+        let total = sums.map(|[low, high]| _mm512_reduce_add_ps(low) + _mm512_reduce_add_ps(high));
+        are_numbers::<F>(largest).then_some(total)
+    }
+
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub(super) fn with_avx2<F: Float8, const R: usize>(rows: [&[f32]; R], codes: &[u8]) -> Option<[f32; R]> {
+        let mut sums = [[_mm256_setzero_ps(); 2]; R];
+        let mut largest = _mm256_setzero_si256();
+        for first in (0..codes.len() - codes.len() % STEP).step_by(STEP) {
+            prefetch(codes.as_ptr().wrapping_add(first + AHEAD), STEP);
+            // SAFETY: there are 32 codes from `first` on.
+            let some = unsafe { _mm256_loadu_si256(codes.as_ptr().add(first).cast()) };
+            if F::FRACTION == 3 {
+                largest = _mm256_max_epu8(largest, _mm256_and_si256(some, _mm256_set1_epi8(0x7f)));
+            }
+            let parts = [_mm256_castsi256_si128(some), _mm256_extracti128_si256::<1>(some)];
+            for (part, at) in parts.into_iter().zip([first, first + 16]) {
+                let mut halves = _mm256_slli_epi16::<8>(_mm256_cvtepu8_epi16(part));
+                if F::FRACTION == 3 {
+                    halves =
+                        _mm256_and_si256(_mm256_srai_epi16::<1>(halves), _mm256_set1_epi16(WITHOUT_COPY));
+                }
+                let lower = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+                let upper = _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(halves));
+                for (sums, row) in sums.iter_mut().zip(rows) {
+                    // SAFETY: as above.
+                    let (low, high) = unsafe {
+                        let a = row.as_ptr().add(at);
+                        (_mm256_loadu_ps(a), _mm256_loadu_ps(a.add(8)))
+                    };
+                    sums[0] = _mm256_fmadd_ps(low, lower, sums[0]);
+                    sums[1] = _mm256_fmadd_ps(high, upper, sums[1]);
+                }
+            }
+        }
+        let total = sums.map(|[low, high]| {
+            let mut lanes = [0.0_f32; 8];
+            // SAFETY: there are eight lanes.
+            unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), _mm256_add_ps(low, high)) };
+            lanes.iter().sum()
+        });
+        are_numbers::<F>(largest).then_some(total)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn by_definition(a: &[f32], codes: &[u8], decoded: impl Fn(u8) -> f32) -> f64 {
+        a.iter().zip(codes).map(|(a, code)| f64::from(*a) * f64::from(decoded(*code))).sum()
+    }
+
+    #[test]
+    fn products_are_those_of_the_numbers() {
+        for (rows, columns, depth) in [(1, 1, 1), (1, 5, 31), (2, 7, 64), (8, 3, 257), (3, 64, 1000)] {
+            let a: Vec<f32> = (0..rows * depth).map(|i| ((i * 37 % 101) as f32 - 50.0) / 16.0).collect();
+            for format in [Float8Format::E4m3, Float8Format::E5m2] {
+                let is_number = |code: &u8| match format {
+                    Float8Format::E4m3 => decode::<E4m3>(*code).is_finite(),
+                    Float8Format::E5m2 => decode::<E5m2>(*code).abs() < 100.0,
+                };
+                let all: Vec<u8> = (0..=255).filter(is_number).collect();
+                let codes: Vec<u8> = (0..columns * depth).map(|i| all[i * 7 % all.len()]).collect();
+                let mut out = vec![0.0; rows * columns];
+                multiply_by_float8(&a, &codes, format, depth, &mut out);
+                for (i, a) in a.chunks(depth).enumerate() {
+                    for (j, codes) in codes.chunks(depth).enumerate() {
+                        let decoded = |code| match format {
+                            Float8Format::E4m3 => decode::<E4m3>(code),
+                            Float8Format::E5m2 => decode::<E5m2>(code),
+                        };
+                        let expected = by_definition(a, codes, decoded);
+                        let most: Vec<f32> = a.iter().map(|a| a.abs()).collect();
+                        let bound = by_definition(&most, codes, |code| decoded(code).abs()) * 1e-6;
+                        let found = f64::from(out[i * columns + j]);
+                        assert!(
+                            (found - expected).abs() <= bound,
+                            "{format:?} {rows} {depth}: {found} {expected}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_number_stays_none() {
+        let a = vec![1.0; 64];
+        for (format, code, expected) in [
+            (Float8Format::E4m3, 0x7f, f32::NAN),
+            (Float8Format::E4m3, 0xff, f32::NAN),
+            (Float8Format::E5m2, 0x7c, f32::INFINITY),
+            (Float8Format::E5m2, 0x7e, f32::NAN),
+        ] {
+            for at in [0, 17, 63] {
+                let mut codes = vec![0; 64];
+                codes[at] = code;
+                let mut out = [0.0];
+                multiply_by_float8(&a, &codes, format, 64, &mut out);
+                assert!(out[0].is_nan() == expected.is_nan() && (expected.is_nan() || out[0] == expected));
+            }
+        }
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn processors_without_avx512_get_the_same() {
+        if !crate::processor::has_avx512() {
+            return;
+        }
+        let codes: Vec<u8> =
+            (0..320_u32).map(|i| (i * 37 % 120) as u8 | if i % 3 == 0 { 0x80 } else { 0 }).collect();
+        let a: Vec<f32> = (0..320).map(|i| (i % 23) as f32 - 11.0).collect();
+        let rows = [&a[..], &a[..]];
+        // SAFETY: a processor with AVX-512 has AVX2, FMA and F16C.
+        let pairs = unsafe {
+            [
+                (x86::with_avx2::<E4m3, 2>(rows, &codes), x86::with_avx512::<E4m3, 2>(rows, &codes)),
+                (x86::with_avx2::<E5m2, 2>(rows, &codes), x86::with_avx512::<E5m2, 2>(rows, &codes)),
+            ]
+        };
+        let most = |decoded: fn(u8) -> f32| -> f32 {
+            a.iter().zip(&codes).map(|(a, code)| (a * decoded(*code)).abs()).sum()
+        };
+        for ((narrow, wide), most) in pairs.into_iter().zip([most(decode::<E4m3>), most(decode::<E5m2>)]) {
+            let (narrow, wide) = (narrow.unwrap(), wide.unwrap());
+            assert!((narrow[1] - wide[1]).abs() <= 1e-6 * most, "{narrow:?} {wide:?} {most}");
+        }
+    }
+}

@@ -1,0 +1,5 @@
+//! Steps of optimizers.
+
+pub(crate) mod numbers;
+pub(crate) mod pass;
+pub(crate) mod rules;

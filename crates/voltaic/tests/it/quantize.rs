@@ -1,0 +1,86 @@
+//! `voltaic quantize`, and what reads its files.
+
+use std::path::Path;
+
+use crate::generation::voltaic;
+
+const TEXT: &str = "the cat sat on the mat and the dog sat on the log. ";
+
+fn run(folder: &Path, arguments: &[&str]) -> (String, String) {
+    let (is_ok, text, errors) = voltaic(folder, arguments);
+    assert!(is_ok, "{arguments:?}: {errors}");
+    (text, errors)
+}
+
+#[test]
+fn a_quantized_gpt_validates_and_generates() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    std::fs::write(folder.join("text.txt"), TEXT.repeat(40)).unwrap();
+    let model = [
+        "--model=Gpt",
+        "--model.n_layer=2",
+        "--model.n_embd=32",
+        "--model.block_size=24",
+        "--data=ShakespeareData",
+        "--data.text_file=text.txt",
+        "--data.context_length=24",
+        "--data.batch_size=16",
+        "--trainer.enable_progress_bar=false",
+    ];
+    let fit =
+        ["--trainer.max_steps=60", "--trainer.max_epochs=-1", "--optimizer=AdamW", "--optimizer.lr=0.01"];
+    run(folder, &[&["fit"][..], &model, &fit].concat());
+    let files = std::fs::read_dir(folder.join("lightning_logs/version_0/checkpoints")).unwrap();
+    let checkpoint = files.map(|file| file.unwrap().path()).find(|path| path.extension().unwrap() == "ckpt");
+    let checkpoint = format!("--ckpt_path={}", checkpoint.unwrap().display());
+
+    // the configuration beside the checkpoint is used
+    let quantize = ["quantize", &checkpoint, "--stage=validate", "--output=small.safetensors"];
+    let (text, errors) = run(folder, &[&quantize[..], &["--trainer.enable_progress_bar=false"]].concat());
+    let rows: Vec<&str> = text.lines().filter(|line| line.contains(" Linear ")).collect();
+    assert!(rows.len() == 8 && rows[0].starts_with("transformer.h.0.attn.c_attn"), "{text}");
+    assert!(rows.iter().all(|row| row.matches(" %").count() == 4 && row.contains("0.000 %")), "{text}");
+    assert!(errors.contains("lm_head") || !text.contains("lm_head"), "{errors}");
+    assert!(text.contains("before metric") && text.contains("quantized metric"), "{text}");
+    let losses: Vec<&str> =
+        text.lines().filter_map(|line| line.strip_prefix("val_loss")).map(str::trim).collect();
+    let [before, after] = losses[..] else { panic!("{text}") };
+    let [loss, quantized] = [before, after].map(|loss| loss.parse::<f64>().unwrap());
+    assert!(loss != quantized && (loss - quantized).abs() < 0.05 * loss, "{text}");
+    for name in ["small.safetensors", "small.png", "inc_output/measure_hooks_maxabs.json"] {
+        assert!(folder.join(name).is_file(), "{name}");
+    }
+    let small = "--ckpt_path=small.safetensors";
+    for more in [&[][..], &["--trainer.accelerator=hpu"], &["--trainer.devices=2", "--trainer.strategy=ddp"]]
+    {
+        let (text, _) = run(folder, &[&["validate", small], &model[..], more].concat());
+        let found = text.lines().find_map(|line| line.strip_prefix("val_loss")).unwrap().trim();
+        let found: f64 = found.parse().unwrap();
+        assert!((found - quantized).abs() < 1e-6 * quantized, "{more:?}: {found} {quantized}");
+    }
+    let prompt = ["--prompt=the cat", "--temperature=0.5", "--seed=3", "--max_new_tokens=30"];
+    let generate = |more: &[&str]| run(folder, &[&["generate", small], &model[..], &prompt, more].concat()).0;
+    let text = generate(&[]);
+    assert!(text.starts_with("the cat") && text.chars().count() == 38, "{text:?}");
+    for more in [&["--graph"][..], &["--trainer.accelerator=hpu", "--graph"]] {
+        assert_eq!(generate(more), text, "{more:?}");
+    }
+}
+
+#[test]
+fn what_quantize_cannot_do_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("bad.json"), r#"{"scale_methods": "maxabs_hw"}"#).unwrap();
+    let given = ["quantize", "--model=LeNet", "--data=MnistData"];
+    for (more, expected) in [
+        (&[][..], "ckpt_path: not set, so that the weights would be random"),
+        (&["--ckpt_path=none.ckpt", "--scale_method=maxabs_h"], "the words are unit_scale, "),
+        (&["--ckpt_path=none.ckpt", "--quant=bad.json"], "did you mean scale_method"),
+        (&["--ckpt_path=none.ckpt", "--quant=none.json"], "none.json"),
+        (&["--ckpt_path=none.ckpt", "--stage=fit"], "possible values: predict, validate, test"),
+    ] {
+        let (is_ok, _, errors) = voltaic(folder.path(), &[&given[..], more].concat());
+        assert!(!is_ok && errors.contains(expected), "{more:?}: {errors}");
+    }
+}

@@ -1,0 +1,150 @@
+//! Checkpoints without frozen parameters: files and folders, of one process and of ranks with whole and with sharded states.
+
+use std::path::{Path, PathBuf};
+
+use voltaic::Tensor;
+use voltaic::callback::{ModelCheckpoint, ModelCheckpointConfig};
+use voltaic::checkpoint::Checkpoint;
+use voltaic::nn::ModuleExt;
+use voltaic::strategy::{DdpConfig, DeepSpeedStrategy, Strategy, Zero, ZeroConfig, ZeroStage};
+use voltaic::trainer::TrainerBuilder;
+
+use crate::models::{Small, all_loaders};
+use crate::ranks::{assert_same, on_ranks, on_ranks_in_turn, silent, weights};
+use crate::shards::{SaveAfter, sorted};
+
+/// A net whose first layer is frozen, with values that are this much above the usual ones.
+fn net(more: f64) -> Small {
+    let net = Small::new();
+    for parameter in net.first.parameters() {
+        parameter.set_data(&(parameter.detach() + more)).unwrap();
+    }
+    net.first.set_requires_grad(false);
+    net
+}
+
+const STRATEGIES: [&str; 4] = ["ddp", "zero1", "zero3", "deepspeed"];
+
+/// A trainer that leaves frozen parameters out.
+fn builder(ranks: usize, strategy: &str, folder: &Path) -> TrainerBuilder {
+    let builder = silent(ranks, "auto", folder);
+    let zero = |stage| {
+        move |world| {
+            let config = ZeroConfig {
+                exclude_frozen_parameters: true,
+                param_persistence_threshold: 0,
+                ..ZeroConfig::of_stage(stage)
+            };
+            Ok(Box::new(Zero::new(world, config)) as Box<dyn Strategy>)
+        }
+    };
+    match strategy {
+        "ddp" => builder.strategy(DdpConfig { exclude_frozen_parameters: true, ..Default::default() }),
+        "zero1" => builder.strategy(zero(ZeroStage::One)),
+        "zero3" => builder.strategy(zero(ZeroStage::Three)),
+        _ => builder
+            .strategy(DeepSpeedStrategy { exclude_frozen_parameters: true, ..DeepSpeedStrategy::stage(2) }),
+    }
+}
+
+fn path(ranks: usize, strategy: &str, folder: &Path) -> PathBuf {
+    folder.join(format!("{strategy}-{ranks}.ckpt"))
+}
+
+/// Leaves checkpoints of three steps, without frozen parameters; a resumed run equals one that went on.
+fn leave(ranks: usize, folder: &Path) {
+    for strategy in STRATEGIES {
+        let path = path(ranks, strategy, folder);
+        let config = ModelCheckpointConfig {
+            dirpath: Some(folder.to_path_buf()),
+            filename: Some(format!("{strategy}-{ranks}-weights")),
+            save_weights_only: true,
+            ..Default::default()
+        };
+        let saver = ModelCheckpoint::new(config).unwrap();
+        let saves = builder(ranks, strategy, folder).callback(SaveAfter(2, path.clone()));
+        let mut trainer = saves.enable_checkpointing(true).callback(saver).max_epochs(1).build().unwrap();
+        let mut whole = net(0.0);
+        trainer.fit(&mut whole, &mut all_loaders(12 * ranks as i64)).unwrap();
+        trainer.save_weights(&whole, folder.join("whole.ckpt"), None).unwrap();
+        if trainer.is_global_zero() {
+            let is_folder = ranks > 1 && strategy != "ddp";
+            assert_eq!(path.is_dir(), is_folder, "{strategy}");
+            let of_weights = folder.join(format!("{strategy}-{ranks}-weights.ckpt"));
+            for path in [&path, &of_weights] {
+                let saved = Checkpoint::load(path).unwrap();
+                let mut names: Vec<&str> = saved.weights.iter().map(|(name, _)| name.as_str()).collect();
+                names.sort_unstable();
+                assert_eq!(names, ["second.bias", "second.weight"], "{}", path.display());
+                assert_eq!(saved.meta.frozen, ["first.weight", "first.bias"], "{}", path.display());
+            }
+            let all = Checkpoint::load(&folder.join("whole.ckpt")).unwrap();
+            assert_same("weights are saved whole", &sorted(all.weights), &sorted(weights(&whole)));
+            assert!(all.meta.frozen.is_empty());
+        }
+        let mut resumed = net(0.0);
+        let mut trainer = builder(ranks, strategy, folder).max_epochs(1).build().unwrap();
+        trainer.ckpt_path(&path).fit(&mut resumed, &mut all_loaders(12 * ranks as i64)).unwrap();
+        assert_same(strategy, &weights(&resumed), &weights(&whole));
+    }
+}
+
+/// Any number of ranks, with any strategy, takes what is there; the module's own values stand for the rest.
+fn go_on(ranks: usize, folder: &Path) {
+    for own in STRATEGIES {
+        for (saved_by, strategy) in [(1, "zero3"), (2, "ddp"), (2, "zero1"), (2, "zero3")] {
+            let path = path(saved_by, strategy, folder);
+            let what = format!("{own} from {}", path.display());
+            let (mut own_net, saved) = (net(0.5), Checkpoint::load(&path).unwrap());
+            let mut expected: Vec<(String, Tensor)> = saved.weights;
+            expected.extend(weights(&own_net).into_iter().filter(|(name, _)| name.starts_with("first.")));
+            let mut trainer = builder(ranks, own, folder).max_epochs(2).build().unwrap();
+            trainer.ckpt_path(&path).test(&mut own_net, &mut all_loaders(8)).unwrap();
+            assert_same(&what, &sorted(weights(&own_net)), &sorted(expected));
+            // and training goes on from it
+            let mut trainer = builder(ranks, own, folder).max_epochs(2).build().unwrap();
+            trainer.ckpt_path(&path).fit(&mut own_net, &mut all_loaders(12 * ranks as i64)).unwrap();
+            assert!(trainer.global_step() > 3, "{what}");
+        }
+    }
+}
+
+#[test]
+fn any_number_of_ranks_takes_checkpoints_without_frozen_parameters() {
+    let test = "frozen::any_number_of_ranks_takes_checkpoints_without_frozen_parameters";
+    on_ranks_in_turn(test, &[(1, leave), (2, leave), (1, go_on), (2, go_on), (3, go_on)]);
+}
+
+/// What is not frozen now cannot be left as it is.
+fn refuses(ranks: usize, folder: &Path) {
+    for strategy in ["ddp", "zero3"] {
+        let path = path(ranks, strategy, folder);
+        let mut trainer = builder(ranks, strategy, folder)
+            .callback(SaveAfter(2, path.clone()))
+            .max_epochs(1)
+            .build()
+            .unwrap();
+        trainer.fit(&mut net(0.0), &mut all_loaders(12 * ranks as i64)).unwrap();
+        for stage in ["fit", "test"] {
+            let mut trainer = builder(ranks, strategy, folder).max_epochs(1).build().unwrap();
+            let (mut own, mut data) = (net(0.0), all_loaders(12 * ranks as i64));
+            let _ = own.first.weight.set_requires_grad(true);
+            trainer.ckpt_path(&path);
+            let error = match stage {
+                "fit" => trainer.fit(&mut own, &mut data).unwrap_err(),
+                _ => trainer.test(&mut own, &mut data).unwrap_err(),
+            };
+            let error = error.to_string();
+            for named in
+                ["leaves out 2 parameters", "1 of them are not frozen", "first.weight", "freeze them before"]
+            {
+                assert!(error.contains(named), "{strategy}, {stage}: `{named}` is missing: {error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn parameters_that_are_left_out_must_be_frozen() {
+    on_ranks("frozen::parameters_that_are_left_out_must_be_frozen", 2, refuses);
+}
