@@ -45,5 +45,8 @@ pub use error::{Error, Result};
 pub use lightning as module;
 pub use nn::{Module, te};
 pub use tch;
-pub use tch::{Kind, Tensor};
+pub use tch::Kind;
+/// tch 0.24 takes slices of `half::bf16` for float16 (`from_slice`, `try_from`): make bfloat16 of float32, by
+/// `to_kind(Kind::BFloat16)`.
+pub use tch::Tensor;
 pub use voltaic_kernels as kernels;

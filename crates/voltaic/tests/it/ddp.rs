@@ -13,7 +13,7 @@ use voltaic::trainer::{Trainer, TrainerBuilder};
 use voltaic::{Kind, Module, Tensor};
 
 use crate::compare;
-use crate::ddp_unused::of_pytorch;
+use crate::ddp_unused::assert_recorded;
 use crate::probe::{by_libtorch, own_process, plays, silent, text_of};
 
 const CPU: tch::Device = tch::Device::Cpu;
@@ -212,7 +212,7 @@ fn two_ranks_equal_one_process_bit_for_bit() {
     assert_same(&weights(folder.path()), &expected);
     let recorded = TempDir::new().unwrap();
     run_ranks_by_libtorch("ddp", recorded.path());
-    assert_same(&weights(recorded.path()), &of_pytorch("two_ranks"));
+    assert_recorded(&weights(recorded.path()), "two_ranks");
     assert_eq!(values(&text, "val_samples"), 17.0, "each sample counts once");
     // the same float32 sums in another order
     for (name, expected) in [("train_loss_epoch", train_loss), ("val_loss", val_loss)] {
@@ -235,7 +235,7 @@ fn gradients_that_travel_in_bfloat16_are_pytorchs() {
     }
     let folder = TempDir::new().unwrap();
     run_ranks_by_libtorch("compressed", folder.path());
-    assert_same(&weights(folder.path()), &of_pytorch("bf16"));
+    assert_recorded(&weights(folder.path()), "bf16");
 }
 
 #[test]

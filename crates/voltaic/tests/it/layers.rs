@@ -455,6 +455,16 @@ fn unsafe_code_of_kernels_is_where_memory_is_shared() {
     assert!(problems.is_empty(), "unsafe code is in {UNSAFE_KERNELS:?} only:\n{}", problems.join("\n"));
 }
 
+/// tch 0.24 takes slices of `half::bf16` for float16, so that their numbers are other ones.
+#[test]
+fn no_code_makes_tensors_of_the_crate_half() {
+    let others = CRATES.map(|name| workspace(name).join("src"));
+    let files = others.iter().chain([&src()]).flat_map(|src| sources(src)).collect::<Vec<_>>();
+    let uses = |file: &&PathBuf| code(&read(file)).contains("half::");
+    let problems: Vec<_> = files.iter().filter(uses).collect();
+    assert!(files.len() > 300 && problems.is_empty(), "{problems:?} use half");
+}
+
 #[test]
 fn crates_include_only_what_is_packaged_with_them() {
     let crates = src().join("../..").canonicalize().unwrap();

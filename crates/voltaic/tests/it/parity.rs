@@ -22,8 +22,9 @@ const TEXTS: i64 = 4;
 const CONTEXT: i64 = 16;
 const VOCAB: i64 = 65;
 /// How far losses in float32 may be from PyTorch's by voltaic's kernels, which add up in another order: Adam divides what that
-/// changes of a small gradient by the gradient's own size. The largest difference found was 1.1e-5, by Adam after 11 steps.
-const FLOAT: f64 = 1e-4;
+/// changes of a small gradient by the gradient's own size. The largest difference found was 1.1e-5, by Adam after 11 steps;
+/// PyTorch's own losses of the conv net are up to 1.3e-4 apart from one processor to another.
+const FLOAT: f64 = 3e-4;
 /// How far the losses of a GPT may be from PyTorch's by voltaic's kernels in bfloat16, where the largest difference found was
 /// 2.3e-4. By libtorch's kernels it is 1e-5.
 const GPT_BF16_MIXED: f64 = 1e-3;
@@ -41,14 +42,14 @@ fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/parity").join(name)
 }
 
-/// The folder of what PyTorch computed on such a processor: the last bits of products depend on its maker and its vectors.
-pub fn recorded_here(folder: &str) -> PathBuf {
+/// The losses that PyTorch computed on such a processor: the last bits of products depend on its maker and its vectors.
+fn recorded_here() -> PathBuf {
     let processor = match voltaic::kernels::is_intel() {
         true => "intel",
         false if is_amd_avx2() => "amd_avx2",
         false => "amd",
     };
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(folder).join(processor)
+    fixture(processor).join("losses.json")
 }
 
 /// Whether this is an AMD processor without AVX-512.
@@ -175,9 +176,7 @@ fn optimizers(script: &Value, class_path: &str, variant: &str) -> Optimizers {
 
 /// Trains with every variant of the script and compares each of the losses.
 fn matches_pytorch<N: Forward>(model: &str, net: N, batch: impl Fn(i64) -> Pair, class_path: &'static str) {
-    let script: Value =
-        serde_json::from_str(&std::fs::read_to_string(recorded_here("parity").join("losses.json")).unwrap())
-            .unwrap();
+    let script: Value = serde_json::from_str(&std::fs::read_to_string(recorded_here()).unwrap()).unwrap();
     let start = voltaic::checkpoint::read_weights(&fixture(&format!("{model}.safetensors"))).unwrap();
     let (steps, window) = (script["steps"].as_i64().unwrap(), script["accumulate"].as_u64().unwrap());
     let batches = (0..steps * window as i64).map(batch);
