@@ -6,11 +6,12 @@ use std::path::Path;
 use safetensors::tensor::Dtype;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use serde_json::value::RawValue;
 
 use crate::checkpoint::budget::{Budget, ReadLimits};
 use crate::checkpoint::checkpoint::CheckpointMeta;
 use crate::checkpoint::chunk::{Chunk, MAX_CORNERS, cover_problem};
-use crate::checkpoint::format::{MAX_OPTIMIZERS, PREFIX, check_json, shape_of, unreadable};
+use crate::checkpoint::format::{MAX_OPTIMIZERS, PREFIX, shape_of, unreadable};
 use crate::config::read_file;
 use crate::error::{Error, Result};
 
@@ -161,6 +162,19 @@ impl Entry {
     }
 }
 
+/// What decides how the rest is read, and the trees of values, each of which takes many times its text: all else takes at most 16 times
+/// its text, whatever it says.
+#[derive(Deserialize)]
+struct Unchecked<'a> {
+    shards_version: u32,
+    #[serde(borrow)]
+    meta: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    ranks: Vec<&'a RawValue>,
+    #[serde(borrow)]
+    training: Option<&'a RawValue>,
+}
+
 fn checksum(text: &str) -> Option<String> {
     let rest = text.strip_prefix(BEGINNING)?.get(NO_CHECKSUM.len()..)?;
     let mut crc = crc32fast::Hasher::new();
@@ -206,8 +220,16 @@ impl Index {
     pub fn read(path: &Path) -> Result<Self> {
         let bytes = read_file(path, MAX_BYTES).map_err(|e| Error::io("read checkpoint", path, e))?;
         let text = String::from_utf8(bytes).map_err(|_| unreadable(path, "it is not UTF-8 text"))?;
+        Self::parse(&text, path)
+    }
+
+    /// Takes the text of a file apart, and checks it.
+    ///
+    /// # Errors
+    /// As those of [`Index::read`].
+    pub fn parse(text: &str, path: &Path) -> Result<Self> {
         let found = text.get(BEGINNING.len()..BEGINNING.len() + NO_CHECKSUM.len()).unwrap_or_default();
-        let Some(computed) = checksum(&text) else {
+        let Some(computed) = checksum(text) else {
             return Err(unreadable(
                 path,
                 "it does not begin with a checksum: it is no index of a checkpoint",
@@ -217,18 +239,19 @@ impl Index {
             let what = format!("its checksum is {computed} but should be {found}: the file is damaged");
             return Err(unreadable(path, what));
         }
-        check_json(&text, path)?;
-        #[derive(Deserialize)]
-        struct Version {
-            shards_version: u32,
-        }
         let not_understood = |e: serde_json::Error| unreadable(path, format!("it is not understood: {e}"));
-        let Version { shards_version } = serde_json::from_str(&text).map_err(not_understood)?;
+        let Unchecked { shards_version, meta, ranks, training } =
+            serde_json::from_str(text).map_err(not_understood)?;
+        let trees = || [meta, training].into_iter().flatten().chain(ranks.iter().copied()).map(RawValue::get);
+        let mut budget = Budget::new(trees().map(|tree| tree.len() as u64).sum(), ReadLimits::default());
+        trees()
+            .try_for_each(|tree| budget.take_json(tree))
+            .map_err(|what| unreadable(path, format!("its training state is too large: {what}")))?;
         if shards_version > VERSION {
             let what = format!("it has version {shards_version}, this voltaic reads up to {VERSION}");
             return Err(unreadable(path, what));
         }
-        let mut index: Self = serde_json::from_str(&text).map_err(not_understood)?;
+        let mut index: Self = serde_json::from_str(text).map_err(not_understood)?;
         let corners = text.len().saturating_mul(CORNERS_PER_BYTE).saturating_add(MAX_CORNERS);
         let finished = index.take_slices(text.len()).and_then(|()| index.finish(corners));
         finished.map_err(|what| unreadable(path, what))?;
@@ -361,6 +384,36 @@ mod tests {
             tied.tied.insert(alias.to_owned(), name.to_owned());
             assert!(tied.finish(usize::MAX).unwrap_err().contains(&format!("{alias} is tied to {name}")));
         }
+    }
+
+    /// As of 96 ranks of a model of 70 billion weights: many chunks, of two dimensions each.
+    #[test]
+    fn a_long_index_is_read_and_hostile_trees_are_not() {
+        let mut index = index();
+        let ranks = 96;
+        index.files = vec![FileEntry { bytes: 1, crc32: "00000000".to_owned() }; ranks];
+        for number in 0..9_000 {
+            let mut entry = Entry::new(Dtype::F32, vec![8192, 28672]);
+            (0..ranks).for_each(|rank| entry.add(rank, vec![rows(rank, ranks)]));
+            index.tensors.insert(format!("layers.{number}.weight"), entry);
+        }
+        let text = index.to_text().unwrap();
+        assert!(text.len() > 20_000_000, "{}", text.len());
+        let read = Index::parse(&text, Path::new("index.json")).unwrap();
+        assert_eq!(read.tensors.len(), index.tensors.len());
+
+        let mut hostile = self::tests::index();
+        hostile.training = Some(Value::Array(vec![Value::Array(Vec::new()); 4_000_000]));
+        hostile.ranks = vec![Value::Null];
+        let error =
+            Index::parse(&hostile.to_text().unwrap(), Path::new("index.json")).unwrap_err().to_string();
+        assert!(error.contains("its training state is too large"), "{error}");
+    }
+
+    /// The rows of a rank of a matrix of 8192 x 28672, cut as evenly as they go.
+    fn rows(rank: usize, ranks: usize) -> Chunk {
+        let (from, to) = (8192 * rank / ranks, 8192 * (rank + 1) / ranks);
+        Chunk { offsets: vec![from, 0], sizes: vec![to - from, 28672] }
     }
 
     #[test]

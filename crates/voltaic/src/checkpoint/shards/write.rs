@@ -142,6 +142,7 @@ impl Temporary {
     fn place(&mut self, index: &Index, path: &Path) -> Result<()> {
         let name = self.path.join(INDEX);
         let text = index.to_text().map_err(|e| Error::io("serialize", &name, e.into()))?;
+        Index::parse(&text, &name)?; // what cannot be read must not take the place of what can
         let mut file = create(&name)?;
         file.write_all(text.as_bytes())
             .and_then(|()| file.sync_all())
