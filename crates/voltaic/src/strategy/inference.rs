@@ -69,6 +69,10 @@ impl Strategy for Inference {
         self.plan.name
     }
 
+    fn knows_mesh(&self) -> bool {
+        self.world().mesh().pp.size == 1
+    }
+
     fn world(&self) -> &World {
         &self.world
     }

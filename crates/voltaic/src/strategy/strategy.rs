@@ -32,6 +32,13 @@ pub trait Strategy: fmt::Debug + Send {
     /// `world().mesh().dp`.
     fn world(&self) -> &World;
 
+    /// Whether it knows what each rank of the mesh has of the weights: what is saved, clipped by norm and unscaled is then whole. By
+    /// default it knows copies of all weights on all ranks, so no mesh with `tp` or `pp` above 1.
+    fn knows_mesh(&self) -> bool {
+        let mesh = self.world().mesh();
+        mesh.tp.size == 1 && mesh.pp.size == 1
+    }
+
     /// How long ranks wait for each other in a collective; with `None` the time-out of [`BuildStrategy::timeout`], which applied
     /// when they met, stays.
     fn timeout(&self) -> Option<Duration> {

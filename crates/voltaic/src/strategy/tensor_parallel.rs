@@ -109,6 +109,10 @@ impl Strategy for TensorParallelism {
         self.inner.name()
     }
 
+    fn knows_mesh(&self) -> bool {
+        self.world().mesh().pp.size == 1
+    }
+
     fn world(&self) -> &World {
         self.inner.world()
     }

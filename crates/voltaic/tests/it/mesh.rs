@@ -178,6 +178,28 @@ fn two_by_two_ranks_equal_one_process() {
     assert!((0..4).all(|rank| folder.path().join(format!("{rank}.ckpt")).exists()), "all ranks end");
 }
 
+/// What would be of one rank's slices is refused by name, on a mesh whose slices the strategy does not know.
+#[test]
+fn a_mesh_that_the_strategy_does_not_know_is_refused_where_it_matters() {
+    type Change = fn(TrainerBuilder) -> TrainerBuilder;
+    let cases: [(&str, Change); 2] = [
+        ("trainer.gradient_clip_val", |t| t.gradient_clip_val(1.0)),
+        ("trainer.enable_checkpointing", |t| t.enable_checkpointing(true)),
+    ];
+    for (key, change) in cases {
+        if plays(key) {
+            let builder = change(builder(&folder_of_parent()).devices(4)).strategy(meshed);
+            let mut trainer = builder.build().unwrap();
+            let mut net = Sliced::new(trainer.world().mesh().tp.rank, 2);
+            println!("\nrefused: {}", trainer.fit(&mut net, &mut loaders(None)).unwrap_err());
+            return;
+        }
+        let folder = TempDir::new().unwrap();
+        let text = text_of(&own_process(key).env(FOLDER, folder.path()).output().unwrap());
+        assert!(text.contains(&format!("refused: {key}: it ")) && text.contains("tp=2"), "{text}");
+    }
+}
+
 fn folder_of_parent_or_new() -> std::path::PathBuf {
     std::env::var_os(FOLDER).map_or_else(std::env::temp_dir, |_| folder_of_parent())
 }

@@ -17,7 +17,7 @@ use crate::nn::te::prepare_fp8;
 use crate::nn::{
     CheckpointCalls, Module, ModuleExt, SyncBatchNorm, intercept_calls, name_parameters, quant, set_training,
 };
-use crate::optim::OffloadState;
+use crate::optim::{GradientClip, OffloadState};
 use crate::precision::fp8::QuantMode;
 use crate::precision::{log_casts, set_run_lists};
 use crate::profiler::ProfiledRun;
@@ -32,6 +32,7 @@ use crate::trainer::session::agree::agreed;
 use crate::trainer::session::engine::Checkpoints;
 use crate::trainer::session::hooks::{guarded, hook_error, of_callback};
 use crate::trainer::session::session::{CallOptions, Run, Session};
+use crate::trainer::state::collect::check_mesh;
 use crate::trainer::state::find::{find, tidy_up};
 use crate::trainer::state::restore::{load, restore_module, restore_training};
 
@@ -180,6 +181,19 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(())
     }
 
+    /// Refuses what would be of one rank's slices, where the strategy does not know how the mesh slices the weights.
+    fn refuse_unknown_mesh(&self) -> Result<()> {
+        let norm = matches!(self.plan.clip, Some(GradientClip::Norm(_)));
+        let saves = self.run.callbacks.iter().any(|c| c.saves_checkpoints() || c.saves_on_exception());
+        let asked = [
+            ("trainer.gradient_clip_val", norm, "clips by the norm of all gradients"),
+            ("trainer.precision", self.run.engine.loss_scale.is_some(), "scales the loss"),
+            ("trainer.enable_checkpointing", saves && !self.plan.fast_dev_run, "saves checkpoints"),
+        ];
+        let refused = asked.into_iter().find(|(_, is_asked, _)| *is_asked);
+        refused.map_or(Ok(()), |(key, _, what)| check_mesh(self.run, key, what))
+    }
+
     /// Refuses to train a module that is converted for fp8 inference, or a plugin that says so.
     fn refuse_quantized(&self) -> Result<()> {
         let by_plugin = self.plan.fp8.as_ref().is_some_and(|fp8| fp8.inference.is_some());
@@ -197,6 +211,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// All that comes before the first epoch: set-up, a checkpoint's state, optimizers, sanity check, loaders.
     fn begin_fit(&mut self) -> Result<FitLoaders<M::Batch>> {
         self.refuse_quantized()?;
+        self.refuse_unknown_mesh()?;
         self.setup()?;
         set_training(self.module, true);
         if self.run.world().is_global_zero() && !self.plan.fast_dev_run {

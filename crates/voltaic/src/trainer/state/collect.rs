@@ -9,7 +9,7 @@ use crate::checkpoint::{
     parts_to_host, rank_to_bytes,
 };
 use crate::distributed::SlurmJob;
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::module::{BatchFacts, LightningModule, ModuleTensors, Progress};
 use crate::nn::te::fp8_state_dict;
 use crate::nn::{Module, ModuleExt, frozen_parameters, quant, state_dict_of, tied_names};
@@ -21,6 +21,24 @@ use crate::trainer::session::session::{FitState, Run, RunSnapshot, Session};
 /// Whether each of several ranks saves its own parts of checkpoints.
 pub(crate) fn saves_parts(run: &Run) -> bool {
     run.engine.strategy.sharded_state().is_some() && run.world().world_size > 1
+}
+
+/// Refuses what a run does with all weights or gradients, where the strategy does not know how the mesh slices them.
+///
+/// # Errors
+/// [`ConfigError`] with the key and the mesh.
+pub(crate) fn check_mesh(run: &Run, key: &'static str, does: &str) -> Result<()> {
+    let strategy = &run.engine.strategy;
+    if strategy.knows_mesh() {
+        return Ok(());
+    }
+    let what = format!(
+        "it {does}, and {} does not know how the mesh {} slices the weights: each rank would see its own slices",
+        strategy.name(),
+        run.world().mesh().dims
+    );
+    let remedy = "use tensor_parallel of the strategy, or a strategy of yours with knows_mesh, or do without";
+    Err(ConfigError::new(key, what, remedy).into())
 }
 
 /// Keeps the run as it is. If it `is_cut_short` within an epoch, all that a checkpoint holds is copied; else the optimizers have ended,

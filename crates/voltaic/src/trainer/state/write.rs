@@ -12,7 +12,7 @@ use crate::module::{CheckpointRequest, LightningModule};
 use crate::profiler::actions;
 use crate::trainer::session::agree::agreed;
 use crate::trainer::session::session::{Run, RunSnapshot, Session};
-use crate::trainer::state::collect::{collect, own_state, saves_parts, snapshot};
+use crate::trainer::state::collect::{check_mesh, collect, own_state, saves_parts, snapshot};
 use crate::trainer::state::restart::next_path;
 
 impl<M: LightningModule> Session<'_, M> {
@@ -181,6 +181,7 @@ fn write_state<M: LightningModule>(
     (weights_only, storage_options): (bool, Option<&Value>),
     ranks: &mut Vec<RankState>,
 ) -> Result<()> {
+    check_mesh(session.run, "device mesh", "saves a checkpoint")?;
     let mut checkpoint = match saves_parts(session.run) {
         true => {
             let own = collect(session, weights_only);
