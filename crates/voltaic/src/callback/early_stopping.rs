@@ -84,7 +84,9 @@ struct State {
 }
 
 /// Asks the run to stop when a metric stops to improve; see [`EarlyStoppingConfig`]. `min_epochs` and `min_steps` delay
-/// it; a `fast_dev_run` is not stopped. Source: Lightning's `EarlyStopping`.
+/// it, and if the metric has a new best value until then, the run goes on (Lightning's stops all the same); a `fast_dev_run`
+/// is not stopped. A run that it has stopped is over: resumed, it trains nothing, unless `patience` is larger now. Source:
+/// Lightning's `EarlyStopping`.
 #[derive(Debug)]
 pub struct EarlyStopping {
     config: EarlyStoppingConfig,
@@ -147,6 +149,7 @@ impl EarlyStopping {
             .unwrap_or(facts.check_val_every_n_epoch == Some(1) && facts.validates_once_per_epoch)
     }
 
+    /// Judges the metric's value of now, and requests a stop or takes it back.
     fn check(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
         if ctx.facts().fast_dev_run {
             return Ok(());
@@ -165,6 +168,17 @@ impl EarlyStopping {
             return Ok(());
         };
         let stop = self.judge(current, tells);
+        let is_best = stop.is_none() && self.state.wait_count == 0;
+        if (is_best || stop.is_some())
+            && let Some(reason) = &self.state.stopping_reason_message
+            && ctx.withdraw_stop(reason)
+            && is_best
+        {
+            let monitor = &self.config.monitor;
+            tracing::info!("{monitor} = {current} is the best so far, so the stop is taken back: {reason}");
+            (self.state.stopping_reason, self.state.stopped_epoch) = (StoppingReason::NotStopped, 0);
+            self.state.stopping_reason_message = None;
+        }
         if let Some((reason, text)) = stop {
             self.state.stopping_reason = reason;
             self.state.stopping_reason_message = Some(text.clone());
@@ -221,6 +235,16 @@ impl Callback for EarlyStopping {
 
     fn runs_after_module(&self) -> bool {
         true
+    }
+
+    fn has_ended_run(&self) -> Option<String> {
+        let State { wait_count, stopping_reason, stopping_reason_message, .. } = &self.state;
+        let goes_on = match stopping_reason {
+            StoppingReason::NotStopped => true,
+            StoppingReason::PatienceExhausted => *wait_count < self.config.patience,
+            _ => false,
+        };
+        stopping_reason_message.clone().filter(|_| !goes_on)
     }
 
     fn state_dict(&self) -> Option<Value> {

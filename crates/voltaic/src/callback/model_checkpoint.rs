@@ -317,6 +317,11 @@ impl ModelCheckpoint {
                 None => tracing::info!("epoch {epoch}, step {step}: not among the best {top_k}"),
             }
         }
+        self.update_last(ctx, newest, then_remove);
+    }
+
+    /// Makes `newest`, if something was saved, the last checkpoint, as `save_last` has it; then removes one.
+    fn update_last(&mut self, ctx: &mut HookContext, newest: Option<PathBuf>, then_remove: Option<PathBuf>) {
         match (self.config.save_last, newest) {
             (SaveLast::No | SaveLast::Copy(false), newest) => {
                 if newest.is_some() {
@@ -586,11 +591,13 @@ impl Callback for ModelCheckpoint {
     fn on_exception(&mut self, ctx: &mut HookContext, _error: &crate::Error) {
         self.claims.release_all(); // earlier requests are not written
         if self.config.save_on_exception && ctx.has_begun() && !self.skips(ctx) {
-            let score = self.score(ctx).unwrap_or(None);
-            let last_step_saved = self.state.last_step_saved;
-            self.save(ctx, score);
-            // a resumed run has yet to save this step after its validation
-            self.state.last_step_saved = last_step_saved;
+            // beside the best, since a failure says nothing about the metric: no score keeps it away, and it evicts no file.
+            // `last_step_saved` stays: a resumed run has yet to save this step after its validation.
+            let path = self.free_path(ctx, None);
+            tracing::info!("saving {} of the run that fails", path.display());
+            self.request(ctx, path.clone(), None, None);
+            self.has_saved = true;
+            self.update_last(ctx, Some(path), None);
         }
     }
 }

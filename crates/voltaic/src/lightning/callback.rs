@@ -47,6 +47,11 @@ pub trait Callback: Send {
         false
     }
 
+    /// Why a run that is resumed with the state this callback has loaded is over before it begins, if it is.
+    fn has_ended_run(&self) -> Option<String> {
+        None
+    }
+
     /// Whether this callback requests a checkpoint when a run fails. What a batch changes is then kept until the batch is done,
     /// so that a run that failed within the batch resumes at its beginning.
     fn saves_on_exception(&self) -> bool {

@@ -45,6 +45,10 @@ pub struct RunFacts {
     pub accumulate_grad_batches: u64,
     /// The trainer runs backward and optimizers.
     pub automatic_optimization: bool,
+    /// Epochs that a requested stop waits for.
+    pub min_epochs: u64,
+    /// Optimizer steps that a requested stop waits for.
+    pub min_steps: u64,
     /// `log_every_n_steps`; 0 means never.
     pub log_every_n_steps: u64,
     /// The first logger's version label, such as `0`, shown in the progress bar.

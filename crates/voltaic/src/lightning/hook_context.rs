@@ -327,6 +327,13 @@ impl HookContext<'_> {
         self.requests.stop.get_or_insert(reason.into());
     }
 
+    /// Takes back a stop that was requested for the same `reason` and still waits for `min_epochs` or `min_steps`; one that has been
+    /// granted stays. Returns whether it was taken back.
+    pub fn withdraw_stop(&mut self, reason: &str) -> bool {
+        let waits = self.current_epoch() < self.run.min_epochs || self.global_step() < self.run.min_steps;
+        waits && self.requests.stop.take_if(|asked| asked == reason).is_some()
+    }
+
     /// Asks the trainer to write a checkpoint as soon as a run can be resumed from it: after the batch in progress and
     /// the validation that follows it, or at the end of the epoch. Rank 0 writes it.
     ///

@@ -238,6 +238,8 @@ fn build_loggers(
         has_logger,
         accumulate_grad_batches: plan.accumulate_grad_batches,
         automatic_optimization: true,
+        min_epochs: plan.min_epochs,
+        min_steps: plan.min_steps,
         log_every_n_steps: plan.log_every_n_steps,
         graph: (plan.graph != GraphMode::Off).then(|| plan.graph.to_string()),
         version,

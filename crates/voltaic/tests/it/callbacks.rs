@@ -119,6 +119,70 @@ fn a_run_stops_early_where_lightnings_does() {
     assert_eq!(epochs(&[f64::NAN, 1.0], default(), |t| t), 1);
 }
 
+/// One name, logged by the steps of training and of validation: monitors see what was published last.
+#[test]
+fn monitors_see_the_validation_of_a_name_that_training_logs_too() {
+    for on_epoch in [false, true] {
+        let folder = TempDir::new().unwrap();
+        let config = ModelCheckpointConfig {
+            dirpath: Some(folder.path().into()),
+            monitor: Some("val_loss".to_owned()),
+            filename: Some("{val_loss:.1f}".to_owned()),
+            save_top_k: 3,
+            save_on_train_epoch_end: Some(false),
+            ..Default::default()
+        };
+        let mut net = Probe::logging(&[1.0, 2.0, 3.0]);
+        net.train = Box::new(move |_, loss, ctx| {
+            ctx.log("val_loss", 100.0 + ctx.batch_idx() as f64).on_epoch(on_epoch);
+            Ok(loss)
+        });
+        let builder = silent().enable_checkpointing(true).max_epochs(3);
+        let mut trainer = builder.callback(ModelCheckpoint::new(config).unwrap()).build().unwrap();
+        trainer.fit(&mut net, &mut loaders()).unwrap();
+        assert_eq!(names(folder.path()), ["val_loss=1.0.ckpt", "val_loss=2.0.ckpt", "val_loss=3.0.ckpt"]);
+        // the epoch's mean, if there is one, is published after the validation
+        assert_eq!(trainer.metric("val_loss"), Some(if on_epoch { 102.5 } else { 3.0 }));
+    }
+}
+
+/// A stop that waits for `min_epochs` is taken back by a new best value; one that was granted is not.
+#[test]
+fn a_stop_that_waits_is_taken_back_when_the_metric_recovers() {
+    let values = &[1.0, 1.1, 1.2, 1.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9];
+    let default = EarlyStoppingConfig::default;
+    assert_eq!(epochs(values, default(), |t| t), 4);
+    assert_eq!(epochs(values, default(), |t| t.min_epochs(5_u64)), 8, "the best value is the fifth");
+    assert_eq!(epochs(values, default(), |t| t.min_steps(5 * 6 + 1_u64)), 8);
+    assert_eq!(epochs(values, default(), |t| t.min_epochs(9_u64)), 9, "no new best since the eighth");
+    let diverges = EarlyStoppingConfig { divergence_threshold: Some(1.15), ..default() };
+    assert_eq!(epochs(values, diverges, |t| t.min_epochs(6_u64)), 8);
+}
+
+/// A run that a metric has stopped is over: resumed, it trains nothing, unless its patience has grown.
+#[test]
+fn a_run_that_stopped_early_is_over() {
+    let folder = TempDir::new().unwrap();
+    let fit = |patience: u64, ckpt: Option<&Path>| {
+        let config = EarlyStoppingConfig { monitor: "val_loss".to_owned(), patience, ..Default::default() };
+        let saved = ModelCheckpointConfig {
+            dirpath: Some(folder.path().to_path_buf()),
+            save_last: SaveLast::Copy(true),
+            enable_version_counter: false,
+            ..Default::default()
+        };
+        let builder = silent().enable_checkpointing(true).max_epochs(8);
+        let builder = builder.callback(EarlyStopping::new(config).unwrap());
+        let mut trainer = resumed(builder.callback(ModelCheckpoint::new(saved).unwrap()), ckpt);
+        trainer.fit(&mut Probe::logging(&[1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7]), &mut loaders()).unwrap();
+        trainer.global_step()
+    };
+    let last = folder.path().join("last.ckpt");
+    assert_eq!(fit(3, None), 4 * 6);
+    assert_eq!([fit(3, Some(&last)), fit(3, Some(&last))], [4 * 6; 2], "each requeue finds it over");
+    assert_eq!(fit(5, Some(&last)), 6 * 6, "with more patience it goes on");
+}
+
 #[test]
 fn a_metric_that_is_missing_is_named_with_those_there_are() {
     let config = EarlyStoppingConfig { monitor: "val_los".to_owned(), ..Default::default() };
@@ -445,6 +509,25 @@ fn checkpoints_by_time_at_a_failure_and_beside_those_of_other_runs() {
         save(folder.path(), |c| c.save_last = SaveLast::Copy(true), false),
         ["epoch=0-step=2.ckpt", "epoch=0-step=6.ckpt", "last-v1.ckpt", "last.ckpt"]
     );
+    // a failure evicts none of the best, and a bad score keeps it from nothing
+    for monitor in [None, Some("val_loss".to_owned())] {
+        let folder = TempDir::new().unwrap();
+        let config = ModelCheckpointConfig {
+            dirpath: Some(folder.path().into()),
+            save_on_exception: true,
+            monitor,
+            ..Default::default()
+        };
+        let fails = LambdaCallback::new().on_train_batch_end(|ctx, _| {
+            anyhow::ensure!(ctx.global_step() != 14, "no luck");
+            Ok(())
+        });
+        let builder = silent().enable_checkpointing(true).max_epochs(3).callback(fails);
+        let mut trainer = builder.callback(ModelCheckpoint::new(config.clone()).unwrap()).build().unwrap();
+        trainer.fit(&mut Probe::logging(&[1.0, 2.0, 3.0]), &mut loaders()).unwrap_err();
+        let best = if config.monitor.is_some() { "epoch=0-step=6.ckpt" } else { "epoch=1-step=12.ckpt" };
+        assert_eq!(names(folder.path()), [best, "epoch=2-step=14.ckpt"]);
+    }
     let error = ModelCheckpoint::new(ModelCheckpointConfig {
         every_n_epochs: Some(1),
         train_time_interval: Some("00:00:01:00".into()),

@@ -14,6 +14,9 @@ use crate::error::Result;
 pub(crate) struct MetricsState {
     train: Vec<EntryState>,
     finished: Vec<(String, Number)>,
+    /// Names that an evaluation has published since training steps logged them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    overridden: Vec<String>,
 }
 
 impl MetricsState {
@@ -70,7 +73,9 @@ impl MetricStore {
         let mut finished: Vec<_> =
             self.finished.iter().map(|(name, value)| (name.clone(), Number(*value))).collect();
         finished.sort_by(|a, b| a.0.cmp(&b.0));
-        MetricsState { train, finished }
+        let mut overridden: Vec<_> = self.overridden.iter().cloned().collect();
+        overridden.sort();
+        MetricsState { train, finished, overridden }
     }
 
     /// What a checkpoint has to keep of the module's metrics, by fqn and part.
@@ -115,6 +120,7 @@ impl MetricStore {
                 is_restored: true,
             });
         }
+        self.overridden = state.overridden.into_iter().collect();
         self.finished = state.finished.into_iter().map(|(name, number)| (name, number.0)).collect();
     }
 }

@@ -1,6 +1,6 @@
 //! The values that steps and hooks log, until they are read.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use super::objects::{LoggedMetric, MetricObjects, check_scalar};
@@ -124,6 +124,9 @@ pub struct MetricStore {
     eval: Results,
     /// Latest complete values by name: what `callback_metrics` is in Lightning.
     pub(super) finished: HashMap<String, f64>,
+    /// Names that an evaluation, or [`MetricStore::set_callback_metric`], has published since training steps logged them:
+    /// hooks see what was published last.
+    pub(super) overridden: HashSet<String>,
     /// Names and latest complete values of the progress bar, in order of appearance.
     bar: Vec<(String, f64)>,
     problem: Option<Error>,
@@ -142,7 +145,7 @@ pub struct MetricStore {
 }
 
 /// Values that hooks and the progress bar can read, by name.
-pub(crate) type Known = (HashMap<String, f64>, Vec<(String, f64)>);
+pub(crate) type Known = (HashMap<String, f64>, HashSet<String>, Vec<(String, f64)>);
 
 /// A value as a step logged it, so that it can be logged again when the step is replayed.
 #[derive(Debug)]
@@ -322,6 +325,10 @@ impl MetricStore {
         entry.metric = metric;
         entry.last = last.unwrap_or(value);
         entry.updated_this_batch = true;
+        if phase == Phase::Train && !self.overridden.is_empty() {
+            self.overridden.remove(&entry.name);
+            self.overridden.remove(&entry.step_name());
+        }
         Ok(())
     }
 
@@ -402,7 +409,7 @@ impl MetricStore {
     /// Ends the training epoch: values for the loggers. # Sync: reads them back.
     pub(crate) fn finish_train_epoch(&mut self) -> Result<Vec<(String, f64)>> {
         let mut results = std::mem::take(&mut self.train);
-        let logged = self.finish(&results)?.logged;
+        let logged = self.finish(&results, Phase::Train)?.logged;
         self.reset_metrics(&results);
         results.clear();
         self.train = results;
@@ -413,7 +420,7 @@ impl MetricStore {
     /// Publishes the epoch values so far to callbacks without ending the epoch. # Sync: reads them back.
     pub(crate) fn publish_train_epoch(&mut self) -> Result<()> {
         let results = std::mem::take(&mut self.train);
-        let finished = self.finish(&results);
+        let finished = self.finish(&results, Phase::Train);
         self.train = results;
         self.train_epoch_is_over = true;
         finished.map(drop)
@@ -425,31 +432,32 @@ impl MetricStore {
     /// All ranks must call it.
     pub(crate) fn publish_eval(&mut self) -> Result<()> {
         let results = std::mem::take(&mut self.eval);
-        let finished = self.finish(&results);
+        let finished = self.finish(&results, Phase::Eval);
         self.eval = results;
         finished.map(drop)
     }
 
     /// The values that hooks can read, to be restored after the sanity check.
     pub(crate) fn known(&self) -> Known {
-        (self.finished.clone(), self.bar.clone())
+        (self.finished.clone(), self.overridden.clone(), self.bar.clone())
     }
 
     /// Clears the values that hooks can read, since an evaluation has its own.
     pub(crate) fn forget_values(&mut self) {
         self.finished.clear();
+        self.overridden.clear();
         self.bar.clear();
     }
 
     /// Goes back to what hooks knew.
     pub(crate) fn forget_since(&mut self, known: Known) {
-        (self.finished, self.bar) = known;
+        (self.finished, self.overridden, self.bar) = known;
     }
 
     /// Ends an evaluation: all its values by name, and those for the loggers. # Sync: reads them back.
     pub(crate) fn finish_eval(&mut self) -> Result<EvalValues> {
         let results = std::mem::take(&mut self.eval);
-        let finished = self.finish(&results)?;
+        let finished = self.finish(&results, Phase::Eval)?;
         self.reset_metrics(&results);
         self.objects.end_eval();
         Ok(finished)
@@ -473,7 +481,15 @@ impl MetricStore {
         self.objects.abandon_eval();
     }
 
-    fn finish(&mut self, results: &Results) -> Result<EvalValues> {
+    /// Makes a value the latest of a name. Steps of training have none where it is overridden.
+    fn publish(&mut self, name: String, value: f64, phase: Phase) {
+        if phase == Phase::Eval {
+            self.overridden.insert(name.clone());
+        }
+        self.finished.insert(name, value);
+    }
+
+    fn finish(&mut self, results: &Results, phase: Phase) -> Result<EvalValues> {
         let own = results.entries.iter().filter_map(Entry::rank_value).collect();
         let mut shared = share(self.group.as_deref(), own)?;
         shared.extend(self.objects.values(self.group.as_deref(), results.metrics())?);
@@ -481,23 +497,27 @@ impl MetricStore {
         // Values of a rank without a batch come from other ranks. They are those of steps, and hooks of the epoch override them.
         let is_own = |key: &Key| results.find(&key.0, &key.1).is_some();
         for ((_, name), (epoch_name, value)) in shared.iter().filter(|(key, _)| !is_own(key)) {
-            self.finished.insert(epoch_name.clone(), *value);
-            self.finished.insert(name.clone(), *value);
+            self.publish(epoch_name.clone(), *value, phase);
+            self.publish(name.clone(), *value, phase);
             set(&mut all, epoch_name.clone(), *value);
         }
         for entry in &results.entries {
             if entry.options.on_step {
                 let value = entry.last.read();
-                self.finished.insert(entry.step_name(), value);
-                self.finished.insert(entry.name.clone(), value);
-                if entry.options.prog_bar {
+                let is_older = |name: &String| phase == Phase::Train && self.overridden.contains(name);
+                let is_shown = entry.options.prog_bar && !is_older(&entry.step_name());
+                let names = [entry.step_name(), entry.name.clone()];
+                for name in names.into_iter().filter(|name| !is_older(name)).collect::<Vec<_>>() {
+                    self.publish(name, value, phase);
+                }
+                if is_shown {
                     set(&mut self.bar, entry.step_name(), value);
                 }
             }
             if let Some((epoch_name, value)) = shared.remove(&entry.key()) {
                 set(&mut all, epoch_name, value);
-                self.finished.insert(entry.epoch_name(), value);
-                self.finished.insert(entry.name.clone(), value);
+                self.publish(entry.epoch_name(), value, phase);
+                self.publish(entry.name.clone(), value, phase);
                 if entry.options.prog_bar {
                     set(&mut self.bar, entry.epoch_name(), value);
                 }
@@ -511,7 +531,7 @@ impl MetricStore {
 
     /// The last entry whose step value is called `name`, if this epoch has logged it.
     fn live(&self, name: &str) -> Option<&Entry> {
-        if self.train_epoch_is_over {
+        if self.train_epoch_is_over || self.overridden.contains(name) {
             return None;
         }
         let base = name.strip_suffix("_step").unwrap_or(name);
@@ -526,7 +546,7 @@ impl MetricStore {
 
     /// Sets a value that no hook has logged.
     pub(crate) fn set_callback_metric(&mut self, name: String, value: f64) {
-        self.finished.insert(name, value);
+        self.publish(name, value, Phase::Eval);
     }
 
     /// All names that have a value, sorted.
@@ -544,7 +564,9 @@ impl MetricStore {
     /// Names and values of the progress bar. # Sync: reads values of the running epoch back.
     pub(crate) fn progress_bar_metrics(&self) -> Vec<(String, f64)> {
         let mut shown = self.bar.clone();
-        for entry in self.train.entries.iter().filter(|e| e.options.prog_bar && e.options.on_step) {
+        let is_shown =
+            |e: &&Entry| e.options.prog_bar && e.options.on_step && !self.overridden.contains(&e.step_name());
+        for entry in self.train.entries.iter().filter(is_shown) {
             set(&mut shown, entry.step_name(), entry.last.read());
         }
         shown
@@ -597,6 +619,58 @@ mod tests {
             assert_eq!(logged, vec![("loss_epoch".to_owned(), f64::from(10.0_f32 / 6.0))]);
             assert_eq!(store.callback_metric("loss"), store.callback_metric("loss_epoch"));
             assert!(store.take_problem().is_none());
+        }
+    }
+
+    /// A name of training steps, of an evaluation, or of both: hooks see what was published last.
+    #[test]
+    fn what_was_published_last_is_what_hooks_see() {
+        for (on_epoch, prog_bar) in [(false, false), (true, false), (false, true), (true, true)] {
+            let mut store = store(Level::Step);
+            let train = |store: &mut MetricStore, value: f64| {
+                store.enter(LogScope {
+                    hook: "training_step",
+                    level: Level::Step,
+                    batch_size: Some(4),
+                    ..LogScope::default()
+                });
+                let options = LogOptions { on_epoch, prog_bar, ..store.default_options() };
+                store.record("loss", value.into(), options);
+            };
+            let evaluate = |store: &mut MetricStore, value: f64| {
+                store.begin_eval().unwrap();
+                let scope = LogScope {
+                    hook: "validation_step",
+                    level: Level::Step,
+                    phase: Phase::Eval,
+                    ..LogScope::default()
+                };
+                store.enter(LogScope { batch_size: Some(4), ..scope });
+                let options =
+                    LogOptions { on_step: false, on_epoch: true, prog_bar, ..store.default_options() };
+                store.record("loss", value.into(), options);
+                store.publish_eval().unwrap();
+                store.finish_eval().unwrap();
+            };
+            train(&mut store, 103.0);
+            evaluate(&mut store, 3.0);
+            assert_eq!(store.callback_metric("loss"), Some(3.0));
+            let again = serde_json::to_string(&store.state()).unwrap();
+            let mut resumed = MetricStore::default();
+            resumed.restore(serde_json::from_str(&again).unwrap());
+            assert_eq!(resumed.callback_metric("loss"), Some(3.0), "after a resume");
+            train(&mut store, 104.0);
+            assert_eq!(store.callback_metric("loss"), Some(104.0), "the step is later");
+            evaluate(&mut store, 4.0);
+            store.publish_train_epoch().unwrap();
+            let of_epoch = if on_epoch { 103.5 } else { 4.0 }; // an epoch's mean is published after the validation
+            assert_eq!(store.callback_metric("loss"), Some(of_epoch));
+            store.finish_train_epoch().unwrap();
+            assert_eq!(store.callback_metric("loss"), Some(of_epoch));
+            let step = store.callback_metric("loss_step");
+            assert_eq!(step, on_epoch.then_some(104.0), "a name of its own");
+            let shown = store.progress_bar_metrics().into_iter().find(|(name, _)| name == "loss");
+            assert_eq!(shown.map(|(_, value)| value), prog_bar.then_some(4.0));
         }
     }
 

@@ -61,7 +61,8 @@ impl<M: LightningModule> Session<'_, M> {
     pub(crate) fn agree(&mut self) -> Result<()> {
         let _named = collective_scope("stop or signal");
         let agreed = self.run.engine.strategy.agree(votes(&self.run.engine, &self.run.requests))?;
-        self.run.engine.agreed = self.run.engine.agreed.or(agreed);
+        // a rank that was asked to stop says so each time, until its callback takes it back
+        self.run.engine.agreed = Votes { stop: agreed.stop, ..self.run.engine.agreed.or(agreed) };
         Ok(())
     }
 

@@ -330,9 +330,10 @@ pub(crate) fn restore_training<M: LightningModule>(
     session.run.log.metrics.restore(logged);
     session.run.log.metrics.restore_metrics(&metrics, session.plan.device)?;
     session.run.at.progress = state.progress;
-    if state.pending_stop.is_some() {
+    let ended = || session.run.callbacks.iter().find_map(|callback| callback.has_ended_run());
+    if let Some(reason) = state.pending_stop.or_else(ended) {
         session.run.engine.agreed.stop = true;
-        session.run.requests.stop = state.pending_stop;
+        session.run.requests.stop = Some(reason);
     }
     let shape = (state.num_training_batches, state.batch_size);
     Ok(Resumed { path, rng, shape, ranks, has_grads })
