@@ -593,6 +593,7 @@ unsafe extern "C" {
 
     pub fn vt_set_cpu_allocator(allocator: *const vt_allocator) -> *mut vt_error;
 
+    pub fn vt_install_convolution_grads() -> *mut vt_error;
     pub fn vt_install_kernels(kernels: *const vt_kernels) -> *mut vt_error;
     pub fn vt_update_lists(
         params: *const vt_list,

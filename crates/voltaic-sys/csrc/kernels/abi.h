@@ -139,6 +139,9 @@ typedef struct {
   int32_t (*update)(const vt_update_rule *rule, const vt_update *updates, size_t len);
 } vt_kernels;
 
+// Has gradients of convolutions' weights be 0 where oneDNN leaves them unwritten; once per process.
+vt_error *vt_install_convolution_grads(void);
+
 // Puts the kernels in the place of libtorch's, once per process. They live as long as it.
 vt_error *vt_install_kernels(const vt_kernels *kernels);
 

@@ -171,6 +171,37 @@ Tensor weight_grad_by_rust(const Tensor &grad, const Tensor &input, const vt_con
   return is_computed ? out : Tensor();
 }
 
+// oneDNN leaves gradients of weights unwritten where a tap sees nothing but padding, in bfloat16 with AVX-512: they are 0. A
+// transposed convolution sees its outputs from each of its inputs.
+void clear_unseen_taps(const Tensor &weight_grad, const Convolution &convolution, IntArrayRef grad_sizes) {
+  const auto &[input, weight, stride, padding, dilation, transposed, groups] = convolution;
+  const int64_t num_dims = weight.dim() - 2;
+  if (!weight_grad.defined() || input.dim() != weight.dim() || grad_sizes.size() != input.sizes().size())
+    return; // libtorch has not refused it, and has a meaning for it that is not known here
+  const IntArrayRef seen = transposed ? grad_sizes : input.sizes(), seeing = transposed ? input.sizes() : grad_sizes;
+  const auto at = [](IntArrayRef numbers, int64_t dim) { return numbers.size() == 1 ? numbers[0] : numbers[dim]; };
+  for (int64_t dim = 0; dim < num_dims; ++dim) {
+    const int64_t step = at(stride, dim), taps = weight.size(dim + 2);
+    for (int64_t tap = 0; tap < taps; ++tap) {
+      const int64_t before = at(padding, dim) - tap * at(dilation, dim); // position o sees step * o - before
+      const int64_t first = before > 0 ? (before + step - 1) / step : 0;
+      if (first >= seeing[dim + 2] || first * step - before >= seen[dim + 2])
+        weight_grad.select(dim + 2, tap).zero_();
+    }
+  }
+}
+
+// libtorch's, with the weights' gradients that oneDNN does not write.
+std::tuple<Tensor, Tensor, Tensor> backward_by_libtorch(const Tensor &grad, const Convolution &convolution,
+                                                        at::OptionalIntArrayRef bias_sizes, IntArrayRef output_padding,
+                                                        std::array<bool, 3> wanted) {
+  const auto &[input, weight, stride, padding, dilation, transposed, groups] = convolution;
+  auto grads = at::compositeexplicitautograd::convolution_backward(grad, input, weight, bias_sizes, stride, padding,
+                                                                   dilation, transposed, output_padding, groups, wanted);
+  clear_unseen_taps(std::get<1>(grads), convolution, grad.sizes());
+  return grads;
+}
+
 std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor &grad, const Tensor &input, const Tensor &weight,
                                                         at::OptionalIntArrayRef bias_sizes, IntArrayRef stride,
                                                         IntArrayRef padding, IntArrayRef dilation, bool transposed,
@@ -178,8 +209,7 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor &grad, cons
                                                         std::array<bool, 3> wanted) {
   const Convolution convolution{input, weight, stride, padding, dilation, transposed, groups};
   const auto by_libtorch = [&](std::array<bool, 3> wanted) {
-    return at::compositeexplicitautograd::convolution_backward(grad, input, weight, bias_sizes, stride, padding,
-                                                               dilation, transposed, output_padding, groups, wanted);
+    return backward_by_libtorch(grad, convolution, bias_sizes, output_padding, wanted);
   };
   const auto call = convolution.describe();
   const bool fits = call && is_plain(grad) && grad.scalar_type() == input.scalar_type() && grad.dim() == 4 &&
@@ -219,8 +249,8 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor &grad, cons
 void install_convolutions(torch::Library &library) {
   if (rust.convolves != nullptr)
     library.impl("convolution", &convolution);
-  if (rust.convolves != nullptr || rust.convolves_by_taps != nullptr)
-    library.impl("convolution_backward", &convolution_backward);
 }
+
+void install_convolution_grads(torch::Library &library) { library.impl("convolution_backward", &convolution_backward); }
 
 } // namespace voltaic

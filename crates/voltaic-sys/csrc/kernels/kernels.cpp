@@ -20,8 +20,22 @@ struct NoWarnings : c10::WarningHandler {
   void process(const c10::Warning &) override {}
 };
 
+// Registrations for the rest of the process.
+torch::Library &new_library() {
+  return *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
+}
+
 } // namespace
 } // namespace voltaic
+
+vt_error *vt_install_convolution_grads() {
+  return voltaic::guard([] {
+    using namespace voltaic;
+    NoWarnings silence;
+    const c10::WarningUtils::WarningHandlerGuard guard(&silence);
+    install_convolution_grads(new_library());
+  });
+}
 
 vt_error *vt_install_kernels(const vt_kernels *kernels) {
   return voltaic::guard([&] {
@@ -30,8 +44,7 @@ vt_error *vt_install_kernels(const vt_kernels *kernels) {
     rust = *kernels;
     NoWarnings silence;
     const c10::WarningUtils::WarningHandlerGuard guard(&silence);
-    // holds the registrations and lives as long as the process
-    auto &library = *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
+    auto &library = new_library();
     install_products(library);
     install_attention(library);
     install_elementwise(library);

@@ -88,6 +88,7 @@ void install_products(torch::Library &library);
 void install_attention(torch::Library &library);
 void install_elementwise(torch::Library &library);
 void install_convolutions(torch::Library &library);
+void install_convolution_grads(torch::Library &library);
 void install_images(torch::Library &library);
 void install_updates(torch::Library &library);
 

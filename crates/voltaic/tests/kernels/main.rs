@@ -18,6 +18,7 @@ mod semantics;
 mod silent;
 mod steps;
 mod training;
+mod unseen;
 
 use tch::{Kind, Tensor};
 use voltaic::accelerator::{HpuEmulator, HpuSettings};

@@ -27,7 +27,7 @@ use crate::kernels::{self, Dtype, Machine, Operator};
 const SWITCH: &str = "VOLTAIC_CPU_KERNELS";
 
 /// Held while [`install_kernels`] puts them in.
-static INSTALLING: Mutex<()> = Mutex::new(());
+static INSTALLING: Mutex<bool> = Mutex::new(false);
 /// Whether it has.
 static INSTALLED: AtomicBool = AtomicBool::new(false);
 
@@ -46,6 +46,9 @@ pub fn has_attention_kernel() -> bool {
 /// Results differ from libtorch's in the last bits of products, convolutions, attention, weights' gradients, batch norm
 /// and GELU; the others are equal.
 ///
+/// Gradients of convolutions' weights are 0 where a weight sees padding only, whoever computes them and whether or not the kernels
+/// are in use: oneDNN does not write those of bfloat16.
+///
 /// Keeps oneDNN from AMX, too, on virtual machines that offer it without a description, where its operators in bfloat16
 /// would end the process; to be called before the first of them, as trainers and accelerators do.
 ///
@@ -59,7 +62,12 @@ pub fn install_kernels() -> Result<bool> {
     withhold_undescribed_amx();
     let switch = read_switch(SWITCH, "kernels")?;
     let is_wanted = switch.unwrap_or(kernels::IS_OPTIMIZED);
-    let _installing = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut has_grads = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
+    if !*has_grads {
+        // SAFETY: the shim takes nothing, and registers functions that live as long as the process.
+        check("install_convolution_grads", unsafe { sys::vt_install_convolution_grads() })?;
+        *has_grads = true;
+    }
     let is_installed = INSTALLED.load(Ordering::Acquire);
     if is_installed || !is_wanted {
         return Ok(is_installed);
