@@ -26,7 +26,9 @@ struct Hook {
 
 // libtorch keeps one object per leaf; all hooks are behind it.
 struct GradHooks final : torch::autograd::PostAccumulateGradHook {
-  void operator()(const torch::autograd::Variable &) override {
+  void operator()(const torch::autograd::Variable &leaf) override {
+    if (!leaf.grad().defined())
+      return; // autograd calls hooks also where a function had no gradient for the leaf
     voltaic::autograd::PassScope scope;
     for (const auto &hook : copy())
       TORCH_CHECK(hook->hook(hook->data) == 0, "a gradient hook failed");

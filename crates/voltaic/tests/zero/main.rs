@@ -23,6 +23,7 @@ mod corners;
 mod deepspeed;
 mod deferred;
 mod evaluation;
+mod experts;
 mod faults;
 mod folders;
 mod frozen;

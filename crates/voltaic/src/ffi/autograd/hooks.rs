@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tch::Tensor;
 use voltaic_sys as sys;
 
-use crate::error::TorchError;
+use crate::error::{Error, ModuleError, Problem, TorchError};
 use crate::ffi::check::{check, panic_text, pointers};
 use crate::ffi::graph::recording::refuse_recording;
 
@@ -115,6 +115,15 @@ impl GradHook {
         };
         check("register_post_accumulate_grad_hook", error)?;
         Ok(Self { tensor: leaf.shallow_clone(), data: data.addr(), failure })
+    }
+
+    /// Why one of these failed in the backward pass that ended with `error`; else that.
+    pub(crate) fn failure_or(hooks: &[Self], error: Error) -> Error {
+        let failure = hooks.iter().find_map(Self::take_failure);
+        failure.map_or(error, |failure| {
+            let what = format!("{failure:#}");
+            ModuleError::Hook { problem: Problem::new(what, "fix the hook, or remove it") }.into()
+        })
     }
 
     /// Why the closure failed, if it did since the last call.

@@ -162,7 +162,9 @@ impl Strategy for Ddp {
         reducer.is_in_backward = false;
         let was_active = std::mem::take(&mut reducer.is_active);
         match done {
-            Err(error) => Err(reducer.failure.take().unwrap_or(error)),
+            Err(error) => {
+                Err(reducer.failure.take().unwrap_or_else(|| GradHook::failure_or(&self.hooks, error)))
+            }
             Ok(()) if was_active => reducer.finish(),
             Ok(()) => Ok(Votes::default()),
         }

@@ -173,11 +173,7 @@ impl Reducer {
             };
             self.before.clear();
             for index in (0..self.params.len()).filter(|&index| !reached[index]) {
-                if !self.used[index] {
-                    let grad = self.params[index].grad();
-                    self.before.push((index, if grad.defined() { grad.copy() } else { grad }));
-                }
-                self.ready(index)?; // zeros, or what an accumulation window holds of it
+                self.ready_without_grad(index)?;
             }
             if !self.config.static_graph {
                 reached.iter_mut().zip(&self.used).for_each(|(reached, used)| *reached |= used);
@@ -185,6 +181,15 @@ impl Reducer {
             self.reached = Some(reached);
         }
         Ok(())
+    }
+
+    /// The loss gives no gradient for a parameter: zeros are sent, or what an accumulation window holds of it.
+    fn ready_without_grad(&mut self, index: usize) -> Result<()> {
+        if !self.used[index] {
+            let grad = self.params[index].grad();
+            self.before.push((index, if grad.defined() { grad.copy() } else { grad }));
+        }
+        self.ready(index)
     }
 
     /// A gradient is complete.
@@ -261,6 +266,7 @@ impl Reducer {
 
     /// After backward: waits for the buckets. Returns the votes of all ranks.
     pub fn finish(&mut self) -> Result<Votes> {
+        self.take_ungiven()?;
         let rank = self.all.rank();
         if self.sent.len() < self.buckets.len() {
             let absent = self.places.iter().zip(&self.names).filter(|(place, _)| !place.is_ready);
@@ -272,6 +278,24 @@ impl Reducer {
         self.used.fill(false);
         self.learn()?;
         Ok(votes)
+    }
+
+    /// Parameters that the loss reaches, and that got no gradient from it, as those of experts in a module with hooks: they take no
+    /// part in it. Of a static graph that is known after the first step.
+    fn take_ungiven(&mut self) -> Result<()> {
+        if self.reached_anywhere.is_some() {
+            return Ok(());
+        }
+        let Some(mut reached) = self.reached.take() else { return Ok(()) };
+        (self.is_in_backward, self.is_active) = (true, true);
+        for index in (0..self.params.len()).filter(|&index| !self.places[index].is_ready).collect::<Vec<_>>()
+        {
+            reached[index] = self.used[index];
+            self.ready_without_grad(index)?;
+        }
+        (self.is_in_backward, self.is_active) = (false, false);
+        self.reached = Some(reached);
+        Ok(())
     }
 
     /// Waits for the buckets, and takes the votes of all ranks.

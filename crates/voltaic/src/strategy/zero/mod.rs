@@ -457,7 +457,8 @@ impl Strategy for Zero {
         match done {
             Err(error) => {
                 reducer.abandon();
-                Err(reducer.failure.take().unwrap_or_else(|| explained(error)))
+                let of_hook = || explained(GradHook::failure_or(&self.hooks, error));
+                Err(reducer.failure.take().unwrap_or_else(of_hook))
             }
             Ok(()) if was_active => ended.and_then(|()| reducer.finish()),
             Ok(()) => ended.and_then(|()| reducer.keep_sums()).map(|()| Votes::default()),

@@ -189,7 +189,6 @@ impl Reducer {
         let (was_sent, was_ready) =
             (self.num_sent > unit, std::mem::replace(&mut self.is_ready[unit][index], true));
         if was_ready {
-            // autograd calls hooks without a gradient, too
             let is_new = was_sent && self.units[unit].layout.places[index].parameter.grad().defined();
             return if is_new { Err(repeated_gradient(&self.units[unit], index)) } else { Ok(()) };
         }
