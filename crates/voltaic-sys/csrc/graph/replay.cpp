@@ -11,9 +11,26 @@
 
 #include <cstring>
 #include <map>
+#include <mutex>
+#include <unordered_map>
 
 namespace voltaic::graph {
 namespace {
+
+// How many graphs hold a storage that was there before them: one that only graphs hold is gone for the user.
+std::mutex holds_mutex;
+std::unordered_map<const StorageImpl *, size_t> holds;
+
+size_t num_holds(const StorageImpl &storage) {
+  const std::lock_guard<std::mutex> lock(holds_mutex);
+  const auto found = holds.find(&storage);
+  return found == holds.end() ? 0 : found->second;
+}
+
+void note_hold(const c10::Storage &storage) {
+  const std::lock_guard<std::mutex> lock(holds_mutex);
+  ++holds[storage.unsafeGetStorageImpl()];
+}
 
 using at::Tensor;
 
@@ -197,6 +214,7 @@ void Builder::place_buffers() {
     for (const int32_t value : buffer.values)
       if (const auto &seen = recording_.values[value].tensor; seen.has_value() && seen->use_count() != 0 && !tensor)
         tensor = *seen;
+    note_hold(buffer.held);
     graph_->watched.push_back({buffer.held, buffer.address, buffer.bytes, std::move(tensor), static_cast<int32_t>(i),
                                plan_.constants[i] != 0});
   }
@@ -410,6 +428,13 @@ void run(vt_graph &graph) {
 
 } // namespace
 
+void end_holds(const std::vector<Watched> &watched) {
+  const std::lock_guard<std::mutex> lock(holds_mutex);
+  for (const Watched &one : watched)
+    if (const auto found = holds.find(one.held.unsafeGetStorageImpl()); found != holds.end() && --found->second == 0)
+      holds.erase(found);
+}
+
 int32_t gone_buffer(const vt_graph &graph) {
   for (const Watched &watched : graph.watched) {
     if (watched.is_constant)
@@ -419,7 +444,7 @@ int32_t gone_buffer(const vt_graph &graph) {
     if (!is_gone && watched.tensor.has_value()) {
       const TensorImpl *tensor = watched.tensor->_unsafe_get_target();
       is_gone = watched.tensor->use_count() == 0
-                    ? watched.held.use_count() <= 1
+                    ? watched.held.use_count() <= num_holds(*storage)
                     : tensor->unsafe_storage().unsafeGetStorageImpl() != storage;
     }
     if (is_gone)

@@ -57,9 +57,17 @@ struct Output {
   size_t given_away; // which
 };
 
+// What a graph held before it ends.
+void end_holds(const std::vector<Watched> &watched);
+
 } // namespace voltaic::graph
 
 struct vt_graph {
+  vt_graph() = default;
+  ~vt_graph() { voltaic::graph::end_holds(watched); }
+  vt_graph(const vt_graph &) = delete;
+  vt_graph &operator=(const vt_graph &) = delete;
+
   c10::Device device = c10::Device(c10::DeviceType::CPU);
   std::vector<voltaic::graph::Call> calls;
   std::vector<voltaic::graph::PlacedBlock> blocks;

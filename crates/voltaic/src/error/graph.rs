@@ -68,6 +68,12 @@ pub enum GraphError {
         /// What has changed.
         what: String,
     },
+    /// Something else holds on the thread than when the graph was captured, and its code would do something else.
+    #[error("the graph was captured {difference}; {}", self.remedy())]
+    OtherConditions {
+        /// In what the two differ.
+        difference: String,
+    },
     /// An input is not like the one that was captured.
     #[error("input {index} is {given}, but the graph was captured with {captured}; {}", self.remedy())]
     InputMismatch {
@@ -125,6 +131,9 @@ impl GraphError {
                 "capture something first (HpuGraph::capture), in a resumed run, too: checkpoints hold no graphs"
             }
             Self::Outdated { .. } => "capture again, or leave the step of this optimizer out of the graph",
+            Self::OtherConditions { .. } => {
+                "replay it under what it was captured under, or capture another one"
+            }
             Self::InputMismatch { .. } => "capture a graph for each shape, or use a ModuleCacher",
             Self::TensorGone { .. } => "keep it alive and change it in place (copy_), or capture again",
             Self::Overwritten { .. } => "call backward after each forward pass, or use one graph for each",

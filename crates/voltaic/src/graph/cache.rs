@@ -10,7 +10,7 @@ use super::call::{Call, CallGraphs, CapturedCall, Outputs};
 use super::capture::is_capturing;
 use super::metrics;
 use super::places::{any_missing, shares_elements};
-use super::signature::{Casts, InputSignature};
+use super::signature::{Conditions, InputSignature};
 use crate::device::Device;
 use crate::error::{Error, GraphError, Result};
 use crate::ffi;
@@ -97,7 +97,7 @@ struct Key {
     kind: ModuleKind,
     is_training: bool,
     with_grad: bool,
-    casts: Casts,
+    conditions: Conditions,
     /// Which parameters are trained.
     trained: Vec<bool>,
 }
@@ -212,7 +212,8 @@ impl GraphCache {
         let with_grad =
             trained.iter().any(|is_trained| *is_trained) || inputs.iter().any(|input| input.requires_grad);
         let kind = self.modes.kind(module);
-        Ok(Key { inputs, kind, is_training, with_grad, casts: Casts::now(device)?, trained })
+        let conditions = Conditions::now(&[device], with_grad)?;
+        Ok(Key { inputs, kind, is_training, with_grad, conditions, trained })
     }
 
     fn count(&mut self, key: &Key) {
@@ -259,7 +260,11 @@ impl GraphCache {
         inputs: &[Tensor],
         call: Call,
     ) -> anyhow::Result<Vec<Tensor>> {
-        let outputs = if self.options.disable_tensor_cache { Outputs::GivenAway } else { Outputs::Shared };
+        let outputs = match &self.options {
+            options if options.disable_tensor_cache => Outputs::GivenAway,
+            options if options.captures_grad => Outputs::Copied,
+            _ => Outputs::Shared,
+        };
         let (captured, results) = CapturedCall::capture(module, inputs, key.with_grad, outputs, call)?;
         self.stats.misses += 1;
         metrics::count_miss();
@@ -335,10 +340,13 @@ impl GraphCache {
         self.drop_other_settings(key) || (self.options.use_lfu && self.evict_for(key))
     }
 
-    /// Drops the graphs of plain values that the module has no longer. False if there are none, or none came twice: they change
+    /// Drops the graphs of plain values that the module has no longer, or of other interceptors. False if there are none, or none came twice: they change
     /// from call to call.
     fn drop_other_settings(&mut self, key: &Key) -> bool {
-        let is_stale = |entry: &Entry| !entry.key.kind.has_settings_of(&key.kind) && !entry.call.is_busy();
+        let is_other = |known: &Key| {
+            !known.kind.has_settings_of(&key.kind) || !known.conditions.has_interceptors_of(&key.conditions)
+        };
+        let is_stale = |entry: &Entry| is_other(&entry.key) && !entry.call.is_busy();
         let was_used = self.graphs.iter().any(|entry| is_stale(entry) && entry.is_checked);
         self.graphs.retain(|entry| !was_used || !is_stale(entry));
         was_used

@@ -39,6 +39,8 @@ pub(super) struct CapturedCall {
 pub(super) enum Outputs {
     /// The graph's: the next replay overwrites them.
     Shared,
+    /// Copies of the graph's.
+    Copied,
     /// The caller's alone: the graph keeps nothing of them.
     GivenAway,
 }
@@ -156,7 +158,7 @@ impl CapturedCall {
             forward,
             inputs: places,
             outputs: kept,
-            copies_outputs: gives_away,
+            copies_outputs: kind != Outputs::Shared,
             needs_copies,
             backward: backward.map(Arc::new),
         };

@@ -156,6 +156,10 @@ impl<G: CallGraphs> CallInterceptor for GraphedCalls<G> {
         self.known.is(module)
     }
 
+    fn is_transparent(&self) -> bool {
+        true
+    }
+
     fn call(&self, module: &dyn Module, inputs: &[Tensor], next: &Next) -> anyhow::Result<Vec<Tensor>> {
         self.graphs.run(module, ffi::grad_is_enabled(), inputs, &|inputs| next.run(inputs))
     }

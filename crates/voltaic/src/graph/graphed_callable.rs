@@ -8,7 +8,7 @@ use super::call::{Call, CallGraphs, CapturedCall, Outputs, trained_params};
 use super::capture::{check_not_capturing, is_capturing};
 use super::graphed::{Graphed, InPlace};
 use super::places::any_missing;
-use super::signature::{Casts, device_of};
+use super::signature::{Conditions, device_of};
 use crate::accelerator::rng;
 use crate::error::{Error, GraphError, Problem, Result};
 use crate::ffi::{self, ReplayStats};
@@ -34,8 +34,8 @@ pub struct OneGraph {
     modes: RefCell<ModeNumbers>,
     /// What it was captured with.
     kind: ModuleKind,
-    casts: Casts,
-    /// A warning has said that it is called under other casts.
+    conditions: Conditions,
+    /// A warning has said that it is called under others.
     has_warned: Cell<bool>,
     /// Parameters that the graph has no gradient for.
     frozen: Vec<Tensor>,
@@ -159,23 +159,23 @@ impl OneGraph {
             was_training,
             modes: RefCell::new(modes),
             kind,
-            casts: Casts::now(device_of(inputs)?)?,
+            conditions: Conditions::now(&[device_of(inputs)?], was_training)?,
             has_warned: Cell::new(false),
             frozen,
         })
     }
 
-    /// Whether autocast does what it did in the capture; else says so once.
-    fn has_casts_of(&self, module: &dyn Module, inputs: &[Tensor]) -> Result<bool> {
-        let is_same = self.casts == Casts::now(device_of(inputs)?)?;
-        if !is_same && !self.has_warned.replace(true) {
-            let before = if self.casts.is_on() { "within" } else { "without" };
+    /// Whether what held in the capture holds now; else says so once.
+    fn has_conditions_of(&self, module: &dyn Module, inputs: &[Tensor]) -> Result<bool> {
+        let now = Conditions::now(&[device_of(inputs)?], self.was_training)?;
+        let Some(difference) = self.conditions.difference(&now) else { return Ok(true) };
+        if !self.has_warned.replace(true) {
             tracing::warn!(
-                "make_graphed_callables: {} was captured {before} autocast, and is called under another one: its own code runs; capture it under the autocast of its calls (precision::autocast)",
+                "make_graphed_callables: {} was captured {difference}: its own code runs; capture it under what holds for its calls (precision::autocast, intercept_calls)",
                 module.type_name()
             );
         }
-        Ok(is_same)
+        Ok(false)
     }
 }
 
@@ -203,7 +203,7 @@ impl CallGraphs for OneGraph {
             return Err(GraphError::Arguments { problem: Problem::new(what, "capture it again") }.into());
         }
         let has_layout = held.as_ref().is_some_and(|call| call.has_layout_of(inputs));
-        let is_like_it = has_layout && self.has_casts_of(module, inputs)?;
+        let is_like_it = has_layout && self.has_conditions_of(module, inputs)?;
         match held.as_mut().filter(|_| is_like_it) {
             Some(call) => Ok(call.replay(inputs)?),
             None => {

@@ -13,10 +13,12 @@ use super::ir::Graph;
 use super::places::{check_inputs, fill};
 use super::plan::PlanStats;
 use super::recordings::named_tensors;
+use super::signature::Conditions;
 use super::static_tensor::no_weights;
+use crate::accelerator::HpuEmulator;
 use crate::device::Device;
 use crate::error::{Error, GraphError, Problem, Result};
-use crate::ffi::{CudaGraph, ReplayStats};
+use crate::ffi::{self, CudaGraph, ReplayStats};
 use crate::nn::Module;
 
 /// Records what a thread does on its device, forward, backward and optimizer alike, and does it again on request.
@@ -66,6 +68,8 @@ struct GraphState {
     /// Nothing was captured, since the code works on a Gaudi card.
     is_on_card: bool,
     names: Vec<(String, Tensor)>,
+    /// What held when the capture began, and which of the named tensors were trained.
+    held: Option<(Conditions, Vec<bool>)>,
     inputs: Vec<Tensor>,
     /// Steps of optimizers that were captured.
     optimizer_steps: u64,
@@ -198,6 +202,7 @@ impl HpuGraph {
             None => state.capture = Some(Capture::begin()?),
         }
         state.is_capturing = true;
+        state.held = Some(state.held_now()?);
         state.is_on_card = false;
         CAPTURED_STEPS.set(0);
         Ok(())
@@ -226,6 +231,9 @@ impl HpuGraph {
         let state = &mut *self.state.borrow_mut();
         if !std::mem::take(&mut state.is_capturing) {
             return Err(GraphError::NotCapturing.into());
+        }
+        if let Some((held, _)) = &mut state.held {
+            held.take_lists(); // the first region of autocast may have set them up
         }
         if let Some((_, graph)) = &mut state.cuda {
             let ended = graph.as_mut().map_or(Ok(()), CudaGraph::end);
@@ -262,7 +270,8 @@ impl HpuGraph {
     /// Does what was captured once more.
     ///
     /// # Errors
-    /// [`GraphError::TensorGone`] if a tensor that was there before the capture is not there any more;
+    /// [`GraphError::OtherConditions`] if another grad mode, autocast or interceptor of calls holds than when the capture began, or a
+    /// named weight was frozen or unfrozen; [`GraphError::TensorGone`] if a tensor that was there before the capture is not there any more;
     /// [`GraphError::NothingCaptured`]; what a kernel reports.
     pub fn replay(&self) -> Result<()> {
         let mut state = self.state.borrow_mut();
@@ -338,8 +347,34 @@ impl GraphState {
         if self.is_empty() {
             return Err(GraphError::NothingCaptured.into());
         }
+        self.check_held()?;
         match OUTDATED.with_borrow(Clone::clone).filter(|_| self.optimizer_steps > 0) {
             Some(what) => Err(GraphError::Outdated { what }.into()),
+            None => Ok(()),
+        }
+    }
+
+    /// What holds now that a capture depends on.
+    fn held_now(&self) -> Result<(Conditions, Vec<bool>)> {
+        let mut devices = vec![Device::Cpu];
+        devices.extend(self.cuda.as_ref().map(|(index, _)| Device::Cuda(*index)));
+        devices.extend(HpuEmulator::get().map(|_| Device::Hpu(0)));
+        let trained = self.names.iter().map(|(_, tensor)| tensor.requires_grad()).collect();
+        Ok((Conditions::now(&devices, ffi::grad_is_enabled())?, trained))
+    }
+
+    /// Refuses a replay of what would be captured otherwise now.
+    fn check_held(&self) -> Result<()> {
+        let Some((then, were_trained)) = &self.held else { return Ok(()) };
+        let (now, are_trained) = self.held_now()?;
+        let trained = |is| if is { "trained" } else { "frozen" };
+        let mut pairs = self.names.iter().zip(were_trained.iter().zip(are_trained));
+        let changed = || {
+            let ((name, _), (was, is)) = pairs.find(|(_, (was, is))| **was != *is)?;
+            Some(format!("while `{name}` was {}, and is used while it is {}", trained(*was), trained(is)))
+        };
+        match then.difference(&now).or_else(changed) {
+            Some(difference) => Err(GraphError::OtherConditions { difference }.into()),
             None => Ok(()),
         }
     }

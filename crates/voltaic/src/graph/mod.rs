@@ -62,7 +62,7 @@ pub(crate) use modules::ModuleGraphs;
 pub(crate) use places::{any_within, copy_of, fill, numbered, placeholder_for};
 pub use plan::PlanStats;
 pub(crate) use recordings::{FirstCapture, Recordings, named_tensors};
-pub(crate) use signature::InputSignature;
+pub(crate) use signature::{Conditions, InputSignature};
 pub use static_tensor::StaticTensor;
 pub use wrap::{
     GraphedInPlace, GraphedModule, ModuleCacher, WrapOptions, wrap_in_hpu_graph, wrap_in_hpu_graph_inplace,

@@ -1,10 +1,12 @@
-//! What makes a call another graph: how its tensors lie in memory, and what autocast does.
+//! What makes a call another graph: how its tensors lie in memory, and what holds on the thread.
 
 use tch::{Kind, Tensor};
 
 use crate::device::Device;
+use crate::dtype::DtypeNames;
 use crate::error::Result;
 use crate::ffi;
+use crate::nn::interceptors_now;
 use crate::precision::fp8::fp8_number;
 
 /// What a graph takes for granted of an input.
@@ -30,27 +32,75 @@ impl InputSignature {
     }
 }
 
-/// What autocast does when code is captured or called.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Casts {
-    /// On the device of the inputs: whether it casts, and to what.
-    state: (bool, i32),
+/// What holds on this thread when code is captured or called: one key of all graphs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Conditions {
+    /// Gradients are wanted.
+    with_grad: bool,
+    /// Of autocast on each device: whether it casts, and to what.
+    casts: Vec<(bool, i32)>,
     /// Of the operators that cast.
     lists_version: u64,
     /// Of the recipe by which layers compute in float8.
     fp8: u64,
+    /// Interceptors of calls.
+    interceptors: Vec<u64>,
 }
 
-impl Casts {
-    pub(super) fn now(device: Device) -> Result<Self> {
-        let (is_on, dtype) = ffi::autocast_state(device)?;
-        let state = (is_on, if is_on { dtype } else { 0 });
-        Ok(Self { state, lists_version: ffi::autocast_lists_version(), fp8: fp8_number() })
+impl Conditions {
+    pub(crate) fn now(devices: &[Device], with_grad: bool) -> Result<Self> {
+        let casts = |device: &Device| {
+            let (is_on, dtype) = ffi::autocast_state(*device)?;
+            Ok((is_on, if is_on { dtype } else { 0 }))
+        };
+        Ok(Self {
+            with_grad,
+            casts: devices.iter().map(casts).collect::<Result<_>>()?,
+            lists_version: ffi::autocast_lists_version(),
+            fp8: fp8_number(),
+            interceptors: interceptors_now(),
+        })
     }
 
-    pub(super) fn is_on(self) -> bool {
-        self.state.0
+    /// Takes the lists of operators that cast as they are now.
+    pub(super) fn take_lists(&mut self) {
+        self.lists_version = ffi::autocast_lists_version();
     }
+
+    pub(super) fn has_interceptors_of(&self, other: &Self) -> bool {
+        self.interceptors == other.interceptors
+    }
+
+    /// In what a capture and a call differ, as the end of "was captured"; none if they do not.
+    pub(super) fn difference(&self, now: &Self) -> Option<String> {
+        let grad = |with_grad| if with_grad { "with grad" } else { "without grad" };
+        if self.with_grad != now.with_grad {
+            return Some(format!("{}, and is used {}", grad(self.with_grad), grad(now.with_grad)));
+        }
+        if let Some((then, now)) = self.casts.iter().zip(&now.casts).find(|(then, now)| then != now) {
+            return Some(format!("{}, and is used {}", autocast_of(*then), autocast_of(*now)));
+        }
+        if self.lists_version != now.lists_version {
+            return Some("under other lists of operators that cast".to_owned());
+        }
+        if self.fp8 != now.fp8 {
+            return Some("under another recipe for fp8".to_owned());
+        }
+        let new = now.interceptors.iter().filter(|id| !self.interceptors.contains(id)).count();
+        let gone = self.interceptors.iter().filter(|id| !now.interceptors.contains(id)).count();
+        let is_other = self.interceptors != now.interceptors;
+        is_other.then(|| {
+            format!("under other interceptors of calls ({new} were registered since, {gone} are gone)")
+        })
+    }
+}
+
+fn autocast_of((is_on, dtype): (bool, i32)) -> String {
+    if !is_on {
+        return "without autocast".to_owned();
+    }
+    let name = DtypeNames::of_number(dtype).map_or("another dtype", |names| names.name);
+    format!("within autocast to {name}")
 }
 
 /// The device of a call: that of its first input.

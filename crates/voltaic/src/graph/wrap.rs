@@ -127,7 +127,7 @@ fn disable_tensor_cache(argument: bool) -> bool {
 /// # }
 /// ```
 ///
-/// With grad each call gives tensors of its own. A graph keeps what its backward pass needs, so a second call before the
+/// Each call gives tensors of its own. A graph keeps what its backward pass needs, so a second call before the
 /// backward pass of the first gets another graph, or none if there is no room. Gradients add up as usual.
 ///
 /// Source: `habana_frameworks.torch.hpu.ModuleCacher`. Its options `have_grad_accumulation` and
@@ -156,7 +156,8 @@ impl ModuleCacher {
         self
     }
 
-    /// Calls without grad give tensors of their own, too. `PT_HPUGRAPH_DISABLE_TENSOR_CACHE` wins over it.
+    /// The graph keeps no memory for outputs of calls without grad, which are the caller's anyway: in place of copies of its own
+    /// it gives away what it has made. `PT_HPUGRAPH_DISABLE_TENSOR_CACHE` wins over it.
     pub fn disable_tensor_cache(mut self, disable: bool) -> Self {
         self.options.disable_tensor_cache = disable_tensor_cache(disable);
         self

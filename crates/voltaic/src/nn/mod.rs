@@ -66,10 +66,10 @@ mod unit_grads;
 pub use buffer::Buffer;
 pub use callable::Callable;
 pub(crate) use callable::call_with;
-pub(crate) use calls::active::await_forward;
 pub use calls::active::{
     CallInterceptor, InterceptorHandle, InterceptorLevel, Next, RecomputeFn, intercept_calls,
 };
+pub(crate) use calls::active::{await_forward, interceptors_now};
 pub(crate) use calls::call::{call_as, within_call};
 pub(crate) use calls::entry::CallWatcher;
 pub use calls::entry::ModuleCall;

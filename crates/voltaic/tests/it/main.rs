@@ -64,6 +64,7 @@ mod gaudi_documents;
 mod generation;
 mod graph;
 mod graph_blocks;
+mod graph_conditions;
 mod graph_first_step;
 mod graph_modules;
 mod hangs;

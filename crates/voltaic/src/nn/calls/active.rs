@@ -79,6 +79,12 @@ pub trait CallInterceptor {
     /// Whether it runs around the calls of this module.
     fn intercepts(&self, module: &dyn Module) -> bool;
 
+    /// Whether a call does the same with it and without it, as one by a graph does. What others change is part of what a graph is
+    /// captured under, so that graphs from before they were registered are not used.
+    fn is_transparent(&self) -> bool {
+        false
+    }
+
     /// The call: usually [`next.run`](Next::run), with something before, after or in place of it.
     ///
     /// # Errors
@@ -126,6 +132,17 @@ impl Drop for InterceptorHandle {
         });
         drop(removed);
     }
+}
+
+/// The interceptors of this thread with which calls do something else, the outermost first.
+pub(crate) fn interceptors_now() -> Vec<u64> {
+    if !has_listeners() {
+        return Vec::new();
+    }
+    LISTENERS.with_borrow(|listeners| {
+        let own = listeners.interceptors.iter().filter(|known| !known.interceptor.is_transparent());
+        own.map(|known| known.id).collect()
+    })
 }
 
 /// What comes next in a call: the interceptors within this one, then the module's code.

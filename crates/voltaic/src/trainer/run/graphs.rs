@@ -10,8 +10,8 @@ use tch::Tensor;
 
 use crate::data::Batch;
 use crate::error::{Error, GraphError, Result};
-use crate::ffi::{self, TensorList};
-use crate::graph::{self, FirstCapture, Graph, InputSignature, Recordings};
+use crate::ffi::TensorList;
+use crate::graph::{self, Conditions, FirstCapture, Graph, InputSignature, Recordings};
 use crate::module::{BatchFacts, LightningModule, Logged, NamedTensors, OutputValue, StepHook, StepOutput};
 use crate::nn::{ModuleExt, NumberHash, each_parameter};
 use crate::precision::fp8::note_replayed;
@@ -60,7 +60,7 @@ impl<M: LightningModule> Session<'_, M> {
             opens_window: window.opens,
             window_size: window.size,
             loss_scale: self.run.engine.loss_scale.as_ref().map_or(1.0, |scale| scale.get_scale()),
-            lists_version: ffi::autocast_lists_version(),
+            conditions: Conditions::now(&[self.plan.device], true)?,
             module: self.graphs.modes.kind(self.module),
             params: self.params_hash(window.opens),
         };
@@ -97,7 +97,7 @@ impl<M: LightningModule> Session<'_, M> {
     fn has_room(&mut self, signature: &Signature) -> bool {
         let graphs = &mut self.graphs;
         let holds = |known: &Signature| {
-            known.loss_scale == signature.loss_scale && known.lists_version == signature.lists_version
+            known.loss_scale == signature.loss_scale && known.conditions == signature.conditions
         };
         graphs.entries.retain(|(known, _)| holds(known));
         if graphs.entries.len() < MAX_GRAPHS {

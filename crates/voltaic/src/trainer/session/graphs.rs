@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use crate::ffi::TensorList;
-use crate::graph::{CompiledGraph, FirstCapture, InputSignature, ModuleGraphs};
+use crate::graph::{CompiledGraph, Conditions, FirstCapture, InputSignature, ModuleGraphs};
 use crate::module::{Logged, NamedTensors};
 use crate::nn::{ModeNumbers, ModuleKind};
 use crate::trainer::config::graph::{GraphMode, GraphReport};
@@ -25,8 +25,8 @@ pub(crate) struct Signature {
     pub opens_window: bool,
     pub window_size: u64,
     pub loss_scale: f64,
-    /// Of the operators that cast.
-    pub lists_version: u64,
+    /// What holds on the thread before the step.
+    pub conditions: Conditions,
     /// Modes and plain values of the module and all modules below it.
     pub module: ModuleKind,
     /// Hash of which parameters are trained, and which have gradients that the step adds to.
