@@ -7,21 +7,20 @@ use std::time::Instant;
 
 use tch::Tensor;
 
-use crate::accelerator::rng;
 use crate::device::Device;
 use crate::error::{ModuleError, Problem, Result};
-use crate::ffi::{self, Offload, RecordingPause, Segment};
+use crate::ffi::{self, Offload, Segment};
 use crate::nn::callable::Callable;
 use crate::nn::calls::active::{CallInterceptor, InterceptorLevel, Next, Recomputing};
 use crate::nn::calls::reach::{Reach, unwrapped};
 use crate::nn::calls::recompute::InSegment;
 use crate::nn::calls::stash::Stash;
+use crate::nn::calls::surroundings::Surroundings;
 use crate::nn::checkpoint_policy::CheckpointPolicy;
 use crate::nn::choice::Cost;
 use crate::nn::module::{Identity, Module, identity};
 use crate::nn::named::modules_named;
 use crate::nn::tensor_tuple::TensorTuple;
-use crate::precision::fp8::Fp8Region;
 
 /// Calls a module without keeping what its layers save for the backward pass. The backward pass calls it again, on the same inputs and
 /// with the same random numbers, when it needs the first of these tensors.
@@ -291,13 +290,13 @@ fn segment(
         CheckpointStats::count(|stats| stats.recomputed += 1);
         let _recomputing = Recomputing::begin();
         let _kept = kept.take();
-        again.within(|| timed(settings, again.device, "recomputation", || recompute(inputs)))
+        again.within(|| timed(settings, again.device(), "recomputation", || recompute(inputs)))
     })?;
     let begin = Instant::now();
     let outputs = {
         let _in_segment = InSegment::begin();
         let _kept = stash.fill();
-        timed(settings, surroundings.device, "forward", || forward(inputs))?
+        timed(settings, surroundings.device(), "forward", || forward(inputs))?
     };
     let cost = Cost { bytes: run.bytes().unsigned_abs(), secs: begin.elapsed().as_secs_f64() };
     CheckpointStats::count(|stats| {
@@ -325,99 +324,6 @@ fn timed<R>(
         tracing::info!("checkpointed segment, {what}: {:.3} ms", begin.elapsed().as_secs_f64() * 1e3);
     }
     result
-}
-
-/// What a segment depends on beside its inputs, as it was in the forward pass.
-struct Surroundings {
-    device: Device,
-    /// States of random number generators before the forward pass; after it, of those that it has drawn from.
-    rng: Mutex<Vec<(String, Tensor)>>,
-    autocast: Vec<(Device, (bool, i32))>,
-    fp8: Fp8Region,
-}
-
-impl Surroundings {
-    fn of(inputs: &[Tensor]) -> Result<Self> {
-        let devices = inputs.iter().filter(|input| input.defined()).map(Device::of);
-        let devices = devices.collect::<Result<Vec<_>>>()?;
-        let device = devices.into_iter().find(|device| *device != Device::Cpu).unwrap_or(Device::Cpu);
-        let mut kinds = vec![Device::Cpu];
-        kinds.extend(Some(device).filter(|device| *device != Device::Cpu));
-        let autocast = kinds.into_iter().map(|kind| Ok((kind, ffi::autocast_state(kind)?)));
-        let (rng, autocast) = (Mutex::new(rng::states(device)?), autocast.collect::<Result<_>>()?);
-        Ok(Self { device, rng, autocast, fp8: Fp8Region::now() })
-    }
-
-    /// Only generators that the forward pass has drawn from are put back for a recomputation.
-    fn end_forward(&self) -> Result<()> {
-        let _pause = RecordingPause::begin();
-        let mut known = lock(&self.rng);
-        let now = rng::states(self.device)?;
-        let mut drawn = Vec::new();
-        for ((name, before), (_, after)) in known.drain(..).zip(&now) {
-            if !before.f_equal(after)? {
-                drawn.push((name, before));
-            }
-        }
-        *known = drawn;
-        Ok(())
-    }
-
-    /// Runs `body` as the forward pass was run. Afterwards all is as before.
-    fn within<R>(&self, body: impl FnOnce() -> anyhow::Result<R>) -> anyhow::Result<R> {
-        let known = lock(&self.rng);
-        let _rng = (!known.is_empty()).then(|| RngScope::enter(self.device, &known)).transpose()?;
-        let _autocast = AutocastScope::enter(&self.autocast)?;
-        let _fp8 = self.fp8.enter();
-        body()
-    }
-}
-
-/// Generators in other states, until this is dropped.
-struct RngScope(Vec<(String, Tensor)>);
-
-impl RngScope {
-    fn enter(device: Device, states: &[(String, Tensor)]) -> Result<Self> {
-        let mut before = rng::states(device)?;
-        before.retain(|(name, _)| states.iter().any(|(known, _)| known == name));
-        let scope = Self(before);
-        rng::set_states(states)?;
-        Ok(scope)
-    }
-}
-
-impl Drop for RngScope {
-    fn drop(&mut self) {
-        if let Err(error) = rng::set_states(&self.0) {
-            tracing::warn!("random numbers could not be put back after a recomputation: {error}");
-        }
-    }
-}
-
-/// Autocast as it was, until this is dropped.
-struct AutocastScope(Vec<(Device, (bool, i32))>);
-
-impl AutocastScope {
-    fn enter(states: &[(Device, (bool, i32))]) -> Result<Self> {
-        let before = states.iter().map(|(device, _)| Ok((*device, ffi::autocast_state(*device)?)));
-        let scope = Self(before.collect::<Result<_>>()?);
-        ffi::enter_autocast();
-        for (device, (enabled, dtype)) in states {
-            ffi::set_autocast_state(*device, *enabled, *dtype)?;
-        }
-        Ok(scope)
-    }
-}
-
-impl Drop for AutocastScope {
-    fn drop(&mut self) {
-        for (device, (enabled, dtype)) in &self.0 {
-            if let Err(error) = ffi::set_autocast_state(*device, *enabled, *dtype) {
-                tracing::warn!("autocast could not be switched back after a recomputation: {error}");
-            }
-        }
-        ffi::leave_autocast();
-    }
 }
 
 /// Runs `body` while what its operators save for the backward pass goes to the host's memory, and comes back when backward asks for it: the
@@ -520,7 +426,7 @@ impl CallInterceptor for CheckpointCalls {
         let Treatment::Recompute(policy) = &self.treatment else {
             return save_on_host(|| next.run(inputs));
         };
-        let again = next.recompute_fn()?;
+        let again = next.recompute_code()?; // the segment restores what it depends on
         let (outputs, cost) =
             segment(inputs, policy, |inputs| next.run(inputs), move |inputs| again.run(inputs).map(drop))?;
         let (number, mut costs) = (self.number(module), self.costs.borrow_mut());

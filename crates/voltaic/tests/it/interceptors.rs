@@ -7,10 +7,11 @@ use std::sync::{Arc, Mutex};
 use voltaic::ffi::{at_backward_end, autograd_function, tensor_hook};
 use voltaic::graph::{ModuleCacher, make_graphed_callables};
 use voltaic::nn::{
-    CallInterceptor, Callable, Forward, InterceptorHandle, InterceptorLevel, Linear, Module, ModuleExt,
-    ModuleHooks, MultiheadAttention, Next, Sequential, UnitGrads, intercept_calls,
+    CallInterceptor, Callable, Dropout, Forward, InterceptorHandle, InterceptorLevel, Linear, Module,
+    ModuleExt, ModuleHooks, MultiheadAttention, Next, Sequential, UnitGrads, intercept_calls,
 };
-use voltaic::{Kind, Tensor};
+use voltaic::precision::autocast;
+use voltaic::{Device, Kind, Tensor};
 
 use crate::checkpoint::{Checkpoint, Gradients};
 use crate::rng::seeded;
@@ -281,5 +282,38 @@ fn a_unit_is_complete_once_though_a_part_of_it_is_recomputed() {
         gradients(&net, &ModuleHooks::new(), 2);
         drop(unit);
         assert_eq!(*told.lock().unwrap(), [0, 0], "{way:?}");
+    }
+}
+
+/// Autocast and random numbers of the forward pass belong to what runs again, and are as they were afterwards.
+#[test]
+fn a_recomputed_segment_has_the_autocast_and_the_random_numbers_of_its_forward_pass() {
+    let _seeded = seeded(9);
+    let layer = || Linear::new(16, 16).unwrap();
+    let block = Sequential::new().add(layer()).add(Dropout::new(0.5).unwrap()).add(layer());
+    let net = Sequential::new().add(block);
+    let step = || {
+        voltaic::ffi::manual_seed(4).unwrap();
+        net.parameters().iter().for_each(|parameter| parameter.leaf().shallow_clone().zero_grad());
+        let x = crate::ddp::numbers(&[8, 16], 0.0).set_requires_grad(true);
+        let out = {
+            let _bf16 = autocast(Device::Cpu, Kind::BFloat16).unwrap();
+            net.call(&x).unwrap()
+        };
+        assert_eq!(out.kind(), Kind::BFloat16);
+        let _ = Tensor::rand([1], CPU); // between the two passes
+        ModuleHooks::new().within(&net, || out.sum(Kind::Float).backward()).unwrap();
+        let grads = net.parameters().into_iter().map(|parameter| parameter.grad().copy());
+        let mut found: Vec<Tensor> = grads.chain([x.grad()]).collect();
+        found.push(Tensor::rand([4], CPU));
+        found
+    };
+    let plain = step();
+    for way in WAYS {
+        let is_segment = |module: &dyn Module| module.named_children().len() == 3;
+        let checkpoint = Rc::new(Checkpoint::new(way, is_segment));
+        let _handle = intercept_calls(checkpoint.clone());
+        assert_eq!(step(), plain, "{way:?}");
+        assert_eq!(checkpoint.recomputed(), 1);
     }
 }

@@ -15,6 +15,7 @@ use crate::nn::calls::entry::{Entry, ModuleCall};
 use crate::nn::calls::reach::{Reach, innermost};
 use crate::nn::calls::recompute::{count_recomputation, is_recomputing};
 use crate::nn::calls::registry::Registry;
+use crate::nn::calls::surroundings::Surroundings;
 use crate::nn::calls::table::{Entries, Table};
 use crate::nn::module::{Identity, Module, ModuleCode, identity};
 
@@ -151,6 +152,8 @@ pub struct Next<'a> {
     chain: &'a [Registered],
     body: Body<'a>,
     code: Option<ModuleCode>,
+    /// Those of the call.
+    inputs: &'a [Tensor],
 }
 
 impl Next<'_> {
@@ -165,11 +168,18 @@ impl Next<'_> {
         }
     }
 
-    /// A function that runs the rest of the chain again after the call, such as in the backward pass.
+    /// A function that runs the rest of the chain again after the call, such as in the backward pass: under the autocast, the recipe for
+    /// fp8 and with the random numbers that hold when this is called, so before [`Next::run`]. Afterwards all is as it was.
     ///
     /// # Errors
     /// [`ModuleError::Hook`] for a call of attention with several inputs or a mask: these cannot be repeated from the module alone.
     pub fn recompute_fn(&self) -> Result<RecomputeFn> {
+        let surroundings = Some(Arc::new(Surroundings::of(self.inputs)?));
+        Ok(RecomputeFn { surroundings, ..self.recompute_code()? })
+    }
+
+    /// [`Next::recompute_fn`] under what holds when it runs.
+    pub(crate) fn recompute_code(&self) -> Result<RecomputeFn> {
         let Some(code) = self.code else {
             let what =
                 format!("a call of {} with several inputs cannot be run again", self.module.type_name());
@@ -177,7 +187,8 @@ impl Next<'_> {
             return Err(ModuleError::Hook { problem: Problem::new(what, remedy) }.into());
         };
         let inner = self.chain.iter().map(|known| known.id).collect();
-        Ok(RecomputeFn { module: Reach::of(self.module), type_name: self.module.type_name(), code, inner })
+        let (module, type_name) = (Reach::of(self.module), self.module.type_name());
+        Ok(RecomputeFn { module, type_name, code, inner, surroundings: None })
     }
 }
 
@@ -198,6 +209,8 @@ pub struct RecomputeFn {
     type_name: &'static str,
     code: ModuleCode,
     inner: Vec<u64>,
+    /// Those of the forward pass; none leaves them as they are.
+    surroundings: Option<Arc<Surroundings>>,
 }
 
 impl RecomputeFn {
@@ -206,6 +219,13 @@ impl RecomputeFn {
     /// # Errors
     /// [`ModuleError::Hook`] if the module is not in the tree that is lent; those of the code.
     pub fn run(&self, inputs: &[Tensor]) -> anyhow::Result<Vec<Tensor>> {
+        match &self.surroundings {
+            Some(surroundings) => surroundings.within(|| self.run_code(inputs)),
+            None => self.run_code(inputs),
+        }
+    }
+
+    fn run_code(&self, inputs: &[Tensor]) -> anyhow::Result<Vec<Tensor>> {
         self.module.with(|module| {
             let Some(module) = module else {
                 let what = format!("{} cannot be run again: it is not in the tree of modules", self.type_name);
@@ -445,7 +465,7 @@ impl OpenCall {
             });
             body(inputs)
         };
-        Next { module: innermost(module), chain: &self.chain, body: &body, code }.run(inputs)
+        Next { module: innermost(module), chain: &self.chain, body: &body, code, inputs }.run(inputs)
     }
 }
 

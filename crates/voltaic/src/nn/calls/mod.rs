@@ -12,5 +12,6 @@ pub(super) mod reach;
 pub(super) mod recompute;
 mod registry;
 pub(super) mod stash;
+pub(super) mod surroundings;
 pub(super) mod table;
 pub(super) mod which;
