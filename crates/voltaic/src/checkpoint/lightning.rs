@@ -131,6 +131,7 @@ fn training_of(
         callbacks: Vec::new(),
         grad_scaler: scaler_of(file)?,
         loss_scaler: None,
+        gradients: None,
         data: None,
         module: Json::Null,
         module_on_device: Vec::new(),

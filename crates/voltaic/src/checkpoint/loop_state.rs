@@ -6,6 +6,16 @@ use serde_json::Value;
 use crate::checkpoint::progress::Progress;
 use crate::precision::{GradScaler, LossScaler};
 
+/// Gradients that a checkpoint holds.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct SavedGradients {
+    /// They are those of each rank, for others to be added.
+    pub window_is_open: bool,
+    /// By optimizer: whether all are finite, if the scale of the loss is taken out of them.
+    pub unscaled: Vec<Option<bool>>,
+}
+
 /// The part of the training state that is not tensors.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -31,6 +41,9 @@ pub(crate) struct LoopState {
     /// There where the strategy scales the loss.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss_scaler: Option<LossScaler>,
+    /// What is known of the gradients, with manual optimization.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gradients: Option<SavedGradients>,
     /// State of the data module, if it has some.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<Value>,

@@ -21,6 +21,7 @@ use crate::trainer::config::optimizers::{LrSchedulerSettings, OptimizerOverride}
 use crate::trainer::config::values::{
     Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, ValCheckInterval,
 };
+use crate::trainer::plan::deepspeed;
 use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::session::session::Run;
 use crate::trainer::trainer::Trainer;
@@ -237,7 +238,10 @@ impl TrainerBuilder {
     pub(super) fn assemble(mut self) -> Result<(TrainPlan, Run)> {
         ffi::check_libtorch()?;
         let Resolved { plan, accelerator, .. } = resolve(&mut self.config, &mut self.parts)?;
-        assemble(&self.config, self.parts, plan, accelerator).inspect_err(report_config_error)
+        let assembled = assemble(&self.config, self.parts, plan, accelerator);
+        let (plan, run) = assembled.inspect_err(report_config_error)?;
+        deepspeed::say_notes(&self.config, &plan, run.world().is_global_zero());
+        Ok((plan, run))
     }
 
     /// Checks everything that can be known without the other ranks. Makes nothing, and says nothing in the log: that is

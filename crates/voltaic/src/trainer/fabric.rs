@@ -22,8 +22,9 @@
 //! Source: `lightning.fabric.Fabric`. `examples/fabric_gpt.rs` is nanoGPT's loop.
 
 use std::cell::Cell;
-use std::ops::{Deref, DerefMut, Index, IndexMut};
+use std::ops::{Deref, DerefMut, Index, IndexMut, Range};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -51,10 +52,10 @@ use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::run::optimizers::configure_optimizers;
 use crate::trainer::run::stages::{checkpoint_calls, no_module};
 use crate::trainer::session::agree::agreed;
-use crate::trainer::session::engine::unscale;
 use crate::trainer::session::hooks::{guarded, hook_error};
 use crate::trainer::session::session::{CallOptions, Run, Session};
 use crate::trainer::state::restore::{load, restore_module, restore_training};
+use crate::trainer::state::write::save_weights;
 
 /// Describes a [`Fabric`]; each setter is the one of [`TrainerBuilder`] with this name.
 pub struct FabricBuilder {
@@ -101,8 +102,9 @@ impl FabricBuilder {
     /// As [`TrainerBuilder::build`].
     pub fn launch(self) -> Result<Fabric> {
         let (plan, run) = self.builder.assemble()?;
-        let options = CallOptions::default();
-        Ok(Fabric { plan, run, options, has_module: false, syncs: true, window_is_open: false })
+        let options = CallOptions { is_own_loop: true, ..CallOptions::default() };
+        let seed = Arc::default();
+        Ok(Fabric { plan, run, options, has_module: false, syncs: true, steps_schedules: false, seed })
     }
 }
 
@@ -117,8 +119,10 @@ pub struct Fabric {
     has_module: bool,
     /// The next backward pass averages gradients over the ranks.
     syncs: bool,
-    /// There are gradients that are not averaged yet.
-    window_is_open: bool,
+    /// Schedules are those of DeepSpeed's settings, which follow the steps.
+    steps_schedules: bool,
+    /// The seed of loaders that have none of their own: of the first that was set up, or of a checkpoint.
+    seed: Arc<Mutex<Option<u64>>>,
 }
 
 impl Fabric {
@@ -152,7 +156,11 @@ impl Fabric {
         if let Some(inference) = self.plan.ranks.strategy.inference() {
             return Err(inference.refuse_fit().into());
         }
-        let optimizers = Cell::new(Some(optimizers.into()));
+        let asked = optimizers.into();
+        let deepspeed = self.plan.ranks.strategy.deepspeed();
+        self.steps_schedules =
+            deepspeed.is_some_and(|plan| plan.settings.scheduler.is_some()) && !asked.has_scheduler();
+        let optimizers = Cell::new(Some(asked));
         let mut module = FabricModule { module, optimizers, state: Value::Null };
         let mut optimizers = FabricOptimizers::default();
         self.with_session(&mut module, &mut optimizers, |session| {
@@ -170,13 +178,14 @@ impl Fabric {
     /// # Errors
     /// As [`DataLoader::shard`].
     pub fn setup_dataloaders<B: Batch>(&self, mut loader: DataLoader<B>) -> Result<FabricDataLoader<B>> {
-        loader.set_seed(rng::global_seed());
+        let mut seed = self.seed.lock().unwrap_or_else(PoisonError::into_inner);
+        seed.get_or_insert_with(rng::global_seed);
         let dp = &self.run.world().mesh().dp;
         if dp.size > 1 && self.plan.ranks.use_distributed_sampler {
             loader.shard(dp.rank, dp.size, Remainder::Repeat)?;
         }
         let (device, dtype) = (self.plan.device, self.plan.precision.true_dtype());
-        Ok(FabricDataLoader { loader, device, dtype })
+        Ok(FabricDataLoader { loader, seed: self.seed.clone(), device, dtype })
     }
 
     /// Calls the module: `body` runs under the precision's autocast, and a strategy that shards weights gathers those of each layer
@@ -190,7 +199,8 @@ impl Fabric {
         body: impl FnOnce(&M) -> anyhow::Result<T>,
     ) -> Result<T> {
         let _named = collective_scope("forward");
-        self.run.engine.strategy.begin_forward(module, !self.window_is_open)?;
+        let opens = !self.run.engine.of_call.gradients.window_is_open;
+        self.run.engine.strategy.begin_forward(module, opens)?;
         let ranks = self.run.world().mesh().dp.group().cloned();
         let _sync = ranks.filter(|_| self.plan.ranks.sync_batchnorm).map(SyncBatchNorm::over);
         let _settings = self.plan.checkpoints.enter();
@@ -228,7 +238,6 @@ impl Fabric {
             };
             hooks.within(module.as_module(), run).and_then(|done| done)
         })?;
-        self.window_is_open = !self.syncs;
         self.run.world().group().map_or(Ok(()), |group| reduce_amaxes(group))?;
         self.run.choose_kept_activations()
     }
@@ -252,40 +261,109 @@ impl Fabric {
     /// Limits the gradients, after a backward pass that has averaged them.
     ///
     /// # Errors
-    /// As [`Optimizer::clip`].
+    /// As [`Fabric::step`]; as [`Optimizer::clip`].
     pub fn clip_gradients(&mut self, optimizers: &mut FabricOptimizers, clip: GradientClip) -> Result<()> {
-        self.unscale(optimizers)?;
-        optimizers.training.optimizers.iter_mut().try_for_each(|optimizer| optimizer.clip(clip))
+        self.clip_some(optimizers, 0..optimizers.len(), clip)
+    }
+
+    /// [`Fabric::clip_gradients`] of one of several optimizers.
+    ///
+    /// # Errors
+    /// As [`Fabric::clip_gradients`]; [`ConfigError`] if there is no such optimizer.
+    pub fn clip_gradients_of(
+        &mut self,
+        optimizers: &mut FabricOptimizers,
+        index: usize,
+        clip: GradientClip,
+    ) -> Result<()> {
+        optimizers.check(index)?;
+        self.clip_some(optimizers, index..index + 1, clip)
+    }
+
+    fn clip_some(
+        &mut self,
+        optimizers: &mut FabricOptimizers,
+        which: Range<usize>,
+        clip: GradientClip,
+    ) -> Result<()> {
+        let _named = collective_scope("clip_gradients");
+        self.unscale(optimizers, which.clone())?;
+        for optimizer in &mut optimizers.training.optimizers[which.clone()] {
+            optimizer.clip(clip)?;
+        }
+        self.run.engine.of_call.gradients.note_changed(which)
     }
 
     /// Takes the scale of the loss out of the gradients, once before a step.
-    fn unscale(&mut self, optimizers: &mut FabricOptimizers) -> Result<bool> {
-        if let Some(all_finite) = optimizers.all_finite {
-            return Ok(all_finite);
+    fn unscale(&mut self, optimizers: &mut FabricOptimizers, which: Range<usize>) -> Result<bool> {
+        let (engine, step) = (&mut self.run.engine, self.run.at.progress.global_step);
+        if let Some(scale) = &engine.loss_scale {
+            engine.of_call.gradients.check_scaled(scale.get_scale())?;
         }
-        let step = self.run.at.progress.global_step;
-        let all_finite = unscale(&mut self.run.engine.loss_scale, &mut optimizers.training.optimizers, step)?;
-        optimizers.all_finite = Some(all_finite);
-        Ok(all_finite)
+        engine.unscale(&mut optimizers.training.optimizers, which, step)
     }
 
     /// Steps all optimizers, unless a precision with a loss scale has found gradients that are not finite. Returns whether they were stepped.
     ///
+    /// The gradients stay until [`FabricOptimizers::zero_grad`]. Settings of DeepSpeed count: their `gradient_clipping` limits the gradients
+    /// before the step, and their schedule follows it, so that [`FabricOptimizers::step_lr_schedulers`] is not to be called for it.
+    ///
     /// # Errors
-    /// If gradients are not averaged over the ranks yet; as [`Optimizer::step`].
+    /// If gradients are not averaged over the ranks yet, as within [`Fabric::no_backward_sync`]; if gradients with the scale of the loss
+    /// were added to others without; as [`Optimizer::step`].
     pub fn step(&mut self, optimizers: &mut FabricOptimizers) -> Result<bool> {
+        self.step_some(optimizers, 0..optimizers.len())
+    }
+
+    /// [`Fabric::step`] of one of several optimizers, which counts as a step.
+    ///
+    /// # Errors
+    /// As [`Fabric::step`]; [`ConfigError`] if there is no such optimizer.
+    pub fn step_optimizer(&mut self, optimizers: &mut FabricOptimizers, index: usize) -> Result<bool> {
+        optimizers.check(index)?;
+        self.step_some(optimizers, index..index + 1)
+    }
+
+    fn step_some(&mut self, optimizers: &mut FabricOptimizers, which: Range<usize>) -> Result<bool> {
         let _named = collective_scope("optimizer_step");
-        self.run.engine.strategy.check_averaged()?;
-        let all_finite = self.unscale(optimizers)?;
-        optimizers.all_finite = None;
+        let all_finite = self.unscale(optimizers, which.clone())?;
         if all_finite {
-            optimizers.training.optimizers.iter_mut().try_for_each(|optimizer| optimizer.step())?;
+            for optimizer in &mut optimizers.training.optimizers[which.clone()] {
+                self.plan.clip.map_or(Ok(()), |clip| optimizer.clip(clip))?;
+                optimizer.step()?;
+            }
             ffi::clear_autocast_cache()?; // it has the weights from before the step, in another dtype
         }
-        self.run.engine.loss_scale.iter_mut().try_for_each(LossScale::adapt)?;
+        let engine = &mut self.run.engine;
+        let follows = all_finite || !engine.loss_scale.as_ref().is_some_and(LossScale::holds_schedules);
+        engine.of_call.gradients.note_step(which)?;
+        engine.adapt_loss_scale(&mut optimizers.training.optimizers)?;
         self.run.facts.hardware.accelerator.step_boundary()?;
         self.run.at.progress.global_step += 1;
+        if self.steps_schedules && follows {
+            optimizers.step_lr_schedulers(None)?;
+        }
         Ok(all_finite)
+    }
+
+    /// Lets the parameters of one optimizer alone get gradients, until [`Fabric::untoggle_optimizer`]: such as those of a GAN's generator.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if there is no such optimizer.
+    pub fn toggle_optimizer<M: Module>(
+        &mut self,
+        module: &FabricModule<M>,
+        optimizers: &FabricOptimizers,
+        index: usize,
+    ) -> Result<()> {
+        optimizers.check(index)?;
+        self.run.engine.toggle(module, &optimizers.training.optimizers, index);
+        Ok(())
+    }
+
+    /// Ends [`Fabric::toggle_optimizer`].
+    pub fn untoggle_optimizer(&mut self) {
+        self.run.engine.untoggle();
     }
 
     /// Writes a checkpoint that [`Fabric::load`] and the trainer's `ckpt_path` read: a file, or a folder if the strategy shards states. It
@@ -331,21 +409,39 @@ impl Fabric {
             let mut loaded = load(session, path)?;
             restore_module(session, &mut loaded, path)?;
             let resumed = restore_training(session, loaded, path.to_path_buf())?;
+            let step = session.run.at.progress.batches_that_stepped;
+            let rows = session.run.loggers.iter_mut().try_for_each(|logger| logger.resume(step));
+            agreed(session.run.world(), "write", &session.run.facts.log_dir, rows)?;
             rng::set_states(&resumed.rng)
         })?;
-        self.window_is_open = false; // all ranks have rank 0's buffers
-        optimizers.all_finite = None;
+        *self.seed.lock().unwrap_or_else(PoisonError::into_inner) = Some(self.run.seed);
         serde_json::from_value(module.state.take())
             .map_err(|error| Error::io("read the state of", path, error.into()))
     }
 
-    /// Ends training: gathers the weights, closes the loggers, and returns the module.
+    /// Writes the weights of the module alone, as [`Trainer::save_weights`](super::Trainer::save_weights): tensor by tensor where they are
+    /// divided among ranks, so that no rank needs all of them.
     ///
     /// # Errors
-    /// [`DistributedError`](crate::error::DistributedError) if a rank is gone; if a logger cannot write.
+    /// If the file cannot be written.
+    pub fn save_weights<M: Module>(
+        &mut self,
+        module: &FabricModule<M>,
+        path: impl AsRef<Path>,
+    ) -> Result<()> {
+        let _named = collective_scope("save_weights");
+        save_weights(&mut self.run, module, path.as_ref(), None)
+    }
+
+    /// Ends training: gathers the weights, closes the loggers, and returns the module, whole on each rank. Where no rank has memory for
+    /// that, call [`Fabric::save_weights`] in place of it.
+    ///
+    /// # Errors
+    /// [`DistributedError`](crate::error::DistributedError) if a rank is gone; if memory is short; if a logger cannot write.
     pub fn finish<M: Module>(mut self, module: FabricModule<M>) -> Result<M> {
         self.run.engine.strategy.finish(&module)?;
-        self.run.loggers.iter_mut().try_for_each(|logger| logger.finalize(true))?;
+        self.run.engine.strategy.gather_weights(&module)?; // another call, to which divided ones could be left, cannot follow
+        std::mem::take(&mut self.run.loggers).iter_mut().try_for_each(|logger| logger.finalize(true))?;
         Ok(module.module)
     }
 
@@ -357,11 +453,14 @@ impl Fabric {
         self.log_dict(&[(name.to_owned(), value)], step)
     }
 
-    /// [`Fabric::log`] of several values, as one row.
+    /// [`Fabric::log`] of several values, as one row. After [`Fabric::load`], rows of an earlier run in the same folder stay up to the last
+    /// step that was logged before the checkpoint.
     ///
     /// # Errors
     /// If a logger cannot write.
     pub fn log_dict(&mut self, metrics: &[(String, f64)], step: u64) -> Result<()> {
+        let next = &mut self.run.at.progress.batches_that_stepped; // from which step on rows are written, as in the trainer
+        *next = step.saturating_add(1).max(*next);
         self.run.loggers.iter_mut().try_for_each(|logger| logger.log_metrics(metrics, step))
     }
 
@@ -442,6 +541,8 @@ impl Fabric {
         body: impl FnOnce(&mut Session<FabricModule<M>>) -> Result<T>,
     ) -> Result<T> {
         let mut data = Loaders::<Tensor>::new();
+        self.run.seed =
+            self.seed.lock().unwrap_or_else(PoisonError::into_inner).unwrap_or_else(rng::global_seed);
         let mut session = Session::new(&self.plan, &self.options, &mut self.run, module, &mut data);
         session.training = std::mem::take(&mut optimizers.training);
         let done = body(&mut session);
@@ -452,6 +553,12 @@ impl Fabric {
 
 impl Drop for Fabric {
     fn drop(&mut self) {
+        self.run.engine.untoggle();
+        for logger in &mut self.run.loggers {
+            if let Err(error) = logger.finalize(false) {
+                tracing::warn!("a logger could not end: {error}");
+            }
+        }
         self.run.engine.strategy.teardown();
     }
 }
@@ -541,21 +648,33 @@ impl<M: Module> LightningModule for FabricModule<M> {
     }
 }
 
-/// The optimizers of a [`FabricModule`], usually one, with their schedules. `optimizers[0]` is the first.
+/// The optimizers of a [`FabricModule`], usually one, with their schedules. `optimizers[0]` is the first; it is stepped by
+/// [`Fabric::step_optimizer`], as its own `step` and `clip` know nothing of the scale of the loss.
 #[derive(Default)]
 pub struct FabricOptimizers {
     training: Training,
-    /// There once the gradients of the step to come are unscaled.
-    all_finite: Option<bool>,
 }
 
 impl FabricOptimizers {
+    /// How many there are.
+    #[allow(clippy::len_without_is_empty, reason = "there is one, as a rule")]
+    pub fn len(&self) -> usize {
+        self.training.optimizers.len()
+    }
+
+    fn check(&self, index: usize) -> Result<()> {
+        if index < self.len() {
+            return Ok(());
+        }
+        let what = format!("there is no optimizer {index}, the module has {}", self.len());
+        Err(ConfigError::new("optimizers", what, "give the index of one that Fabric::setup was given").into())
+    }
+
     /// Drops the gradients of all parameters.
     ///
     /// # Errors
     /// As [`Optimizer::zero_grad`].
     pub fn zero_grad(&mut self) -> Result<()> {
-        self.all_finite = None;
         self.training.optimizers.iter_mut().try_for_each(|optimizer| optimizer.zero_grad())
     }
 
@@ -592,6 +711,7 @@ impl IndexMut<usize> for FabricOptimizers {
 /// A loader whose batches are this rank's, on its device.
 pub struct FabricDataLoader<B: Batch> {
     loader: DataLoader<B>,
+    seed: Arc<Mutex<Option<u64>>>,
     device: Device,
     dtype: Option<tch::Kind>,
 }
@@ -610,7 +730,11 @@ impl<B: Batch> FabricDataLoader<B> {
     /// # Errors
     /// As [`DataLoader::iter`].
     pub fn iter(&self, range: EpochRange) -> Result<FabricBatches<B>> {
-        Ok(FabricBatches { batches: self.loader.iter(range)?, device: self.device, dtype: self.dtype })
+        let mut loader = self.loader.clone(); // its seed may be that of a checkpoint now
+        if let Some(seed) = *self.seed.lock().unwrap_or_else(PoisonError::into_inner) {
+            loader.set_seed(seed);
+        }
+        Ok(FabricBatches { batches: loader.iter(range)?, device: self.device, dtype: self.dtype })
     }
 }
 

@@ -4,7 +4,6 @@ use std::path::PathBuf;
 
 use tch::Tensor;
 
-use crate::checkpoint::Checkpoint;
 use crate::data::{DataModule, Loaders, Stage};
 use crate::distributed::{World, collective_scope};
 use crate::error::{ConfigError, Result};
@@ -24,10 +23,9 @@ use crate::trainer::search::lr_finder::LrFind;
 use crate::trainer::search::trial::Searcher;
 use crate::trainer::session::agree::agreed;
 use crate::trainer::session::session::{CallOptions, Run, Session};
-use crate::trainer::state::collect::{saves_parts, sharded_weights};
 use crate::trainer::state::find::{or_of_failed_run, saved};
 use crate::trainer::state::restart::or_of_requeued_job;
-use crate::trainer::state::write::{as_on_rank_zero, save};
+use crate::trainer::state::write::{as_on_rank_zero, save_weights};
 
 /// Trains, validates, tests and predicts with any [`LightningModule`].
 ///
@@ -245,20 +243,7 @@ impl Trainer {
         path: impl AsRef<std::path::Path>,
         storage_options: Option<&serde_json::Value>,
     ) -> Result<()> {
-        let (run, strategy) = (&self.run, self.run.engine.strategy.as_ref());
-        let checkpoint = match strategy.keeps(module.as_dyn()) || strategy.world().is_global_zero() {
-            true => sharded_weights(strategy, module, &run.at.progress, true),
-            false => Ok(Checkpoint::default()),
-        };
-        let saved = checkpoint
-            .and_then(|mut checkpoint| {
-                if !saves_parts(&self.run) {
-                    checkpoint.merge_parts()?;
-                }
-                save(&mut self.run, &checkpoint, path.as_ref(), storage_options)
-            })
-            .and_then(|()| self.run.checkpoint_io.teardown());
-        as_on_rank_zero(self.run.world(), saved, path.as_ref())
+        save_weights(&mut self.run, module, path.as_ref(), storage_options)
     }
 
     /// Makes a module whole, on each rank, whose weights the last call of this trainer has left divided among the ranks: with `zero3`
@@ -406,11 +391,8 @@ impl Trainer {
 
     /// Settings of the strategy that have no effect, once, on rank 0.
     fn say_notes_of_strategy(&mut self) {
-        if std::mem::replace(&mut self.has_said_notes, true) || !self.is_global_zero() {
-            return;
-        }
-        for note in deepspeed::notes(&self.config, &self.plan) {
-            tracing::warn!("{note}");
+        if !std::mem::replace(&mut self.has_said_notes, true) {
+            deepspeed::say_notes(&self.config, &self.plan, self.is_global_zero());
         }
     }
 
@@ -423,6 +405,7 @@ impl Trainer {
             lr: self.found_lr,
             batch_size: batch_size.map(|(_, size)| size),
             is_trial: false,
+            is_own_loop: false,
         }
     }
 

@@ -3,15 +3,16 @@
 use std::path::Path;
 
 use tempfile::TempDir;
-use voltaic::Tensor;
 use voltaic::checkpoint::Checkpoint;
-use voltaic::data::{DataModule, EpochRange};
+use voltaic::data::{DataLoader, DataModule, EpochRange, TensorDataset};
+use voltaic::logger::{CsvLogger, CsvLoggerConfig, Version};
 use voltaic::nn::{CheckpointStats, ModuleExt};
-use voltaic::optim::{AdamW, GradientClip};
-use voltaic::strategy::StrategyConfig;
-use voltaic::trainer::{ActivationCheckpointing, Fabric};
+use voltaic::optim::{AdamW, GradientClip, Sgd};
+use voltaic::strategy::{DeepSpeedStrategy, StrategyConfig};
+use voltaic::trainer::{ActivationCheckpointing, Fabric, FabricDataLoader, seed_everything};
+use voltaic::{Kind, Tensor};
 
-use crate::ddp::{FOLDER, Net, assert_same, builder, folder_of_parent, loaders, run_ranks, weights};
+use crate::ddp::{FOLDER, Net, assert_same, builder, folder_of_parent, loaders, numbers, run_ranks, weights};
 use crate::probe::plays;
 
 const EPOCHS: u64 = 3;
@@ -202,4 +203,105 @@ fn a_name_of_no_module_is_refused_by_fabric() {
     let mut fabric = Fabric::builder().activation_checkpointing(["Liner"]).launch().unwrap();
     let error = fabric.setup(Net::new(), AdamW::new(0.01)).err().unwrap().to_string();
     assert!(error.contains("`Liner` is neither the type nor the fqn of a module"), "{error}");
+}
+
+fn lines_of(folder: &Path) -> Vec<String> {
+    let text = std::fs::read_to_string(folder.join("lightning_logs/mine/metrics.csv")).unwrap();
+    text.lines().map(ToOwned::to_owned).collect()
+}
+
+/// A process that ends with an error after a save, and one that goes on from there.
+#[test]
+fn a_loaded_loop_has_the_rows_and_the_order_of_the_one_before() {
+    let folder = TempDir::new().unwrap();
+    let ckpt = folder.path().join("loop.ckpt");
+    let start = |seed: u64| {
+        let version = Some(Version::Name("mine".into()));
+        let config = CsvLoggerConfig { version, plots: false, ..Default::default() };
+        let logger = CsvLogger::from_config(config, folder.path());
+        let mut fabric = Fabric::builder().devices(1).with_logger(logger).launch().unwrap();
+        seed_everything(seed).unwrap();
+        let net = fabric.setup(Net::new(), AdamW::new(0.01)).unwrap();
+        let dataset = TensorDataset::new(Tensor::arange(50, (Kind::Float, tch::Device::Cpu))).unwrap();
+        let loader = DataLoader::new(dataset).batch_size(50).shuffle(true).build().unwrap();
+        (fabric.setup_dataloaders(loader).unwrap(), fabric, net)
+    };
+    let order = |loader: &FabricDataLoader<Tensor>| {
+        Vec::<f32>::try_from(loader.epoch(3).unwrap().next().unwrap().unwrap()).unwrap()
+    };
+    let (loader, mut fabric, (mut net, mut optimizer)) = start(1);
+    let expected = order(&loader);
+    for step in 0..4 {
+        fabric.log("loss", step as f64, step).unwrap();
+        if step == 2 {
+            fabric.save(&ckpt, (&mut net, &mut optimizer), &step).unwrap();
+        }
+    }
+    drop(fabric); // as an error does that leaves main
+    assert_eq!(lines_of(folder.path()), ["loss,step", "0,0", "1,1", "2,2", "3,3"]);
+    let (loader, mut fabric, (mut net, mut optimizer)) = start(2);
+    assert_ne!(order(&loader), expected);
+    assert_eq!(fabric.load::<_, u64>(&ckpt, (&mut net, &mut optimizer)).unwrap(), 2);
+    assert_eq!(order(&loader), expected);
+    fabric.log("loss", 30.0, 3).unwrap();
+    fabric.finish(net).unwrap();
+    assert_eq!(lines_of(folder.path()), ["loss,step", "0,0", "1,1", "2,2", "30,3"]);
+}
+
+/// DeepSpeed's engine clips and steps its schedule within its step.
+#[test]
+fn settings_of_deepspeed_count_in_a_step() {
+    let settings = serde_json::json!({
+        "gradient_clipping": 0.01,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1.0, "warmup_type": "linear"}},
+        "zero_optimization": {"stage": 1},
+    });
+    let strategy = DeepSpeedStrategy::settings(settings);
+    let mut fabric = Fabric::builder().devices(1).strategy(strategy).launch().unwrap();
+    let (net, mut optimizer) = fabric.setup(Net::new(), Sgd::new(1.0)).unwrap();
+    let x = numbers(&[4, 5], 0.5);
+    let mut rates = Vec::new();
+    for step in 0..5 {
+        let before: Vec<Tensor> = net.parameters().iter().map(|p| p.tensor().detach().copy()).collect();
+        let loss = fabric.forward(&net, |net| net.train_loss(&x, &numbers(&[4, 3], 0.1))).unwrap();
+        fabric.backward(&net, &loss).unwrap();
+        let lr = optimizer[0].param_groups()[0].lr;
+        assert!(fabric.step(&mut optimizer).unwrap());
+        optimizer.zero_grad().unwrap();
+        let squares = net
+            .parameters()
+            .iter()
+            .zip(&before)
+            .map(|(p, before)| {
+                f64::try_from((p.tensor().detach() - before).square().sum(None::<Kind>)).unwrap()
+            })
+            .sum::<f64>();
+        assert!((squares.sqrt() - 0.01 * lr).abs() <= 1e-3 * 0.01, "step {step}: {} of {lr}", squares.sqrt());
+        rates.push(lr);
+    }
+    assert!(rates[1..].is_sorted_by(|a, b| a < b), "{rates:?}"); // the first two are 0, as DeepSpeed's
+    fabric.finish(net).unwrap();
+}
+
+/// Weights that stay divided after a fit of the trainer.
+#[test]
+fn a_finished_module_is_whole() {
+    if plays("deferred") {
+        let folder = folder_of_parent();
+        let builder = Fabric::builder().devices(2_i64).strategy("zero3").default_root_dir(&folder);
+        let mut fabric = builder.launch().unwrap();
+        let net = voltaic::nn::init::deferred(|| Net::without_values()).unwrap();
+        let (net, _) = fabric.setup(net, AdamW::new(0.01)).unwrap();
+        fabric.save_weights(&net, folder.join("weights.ckpt")).unwrap();
+        let rank = fabric.world().rank;
+        return end(&fabric.finish(net).unwrap(), rank, &folder);
+    }
+    let folder = TempDir::new().unwrap();
+    run_ranks("deferred", folder.path());
+    let expected = weights(folder.path());
+    assert!(expected.iter().any(|(_, tensor)| tensor.numel() == 80), "{expected:?}");
+    let mut of_rank_1 = of_rank_1(folder.path());
+    of_rank_1.retain(|(name, _)| name != "seen");
+    assert_same(&of_rank_1, &expected);
+    assert!(folder.path().join("weights.ckpt").exists());
 }

@@ -57,6 +57,7 @@ mod distributed;
 mod env;
 mod extreme_values;
 mod fabric;
+mod fabric_steps;
 mod find_checkpoint;
 mod flops;
 mod frames;

@@ -233,7 +233,8 @@ impl Reducer {
             return Ok(());
         };
         let what = format!("the gradient of `{name}` comes from loss.backward(), and is this rank's alone");
-        let remedy = "call ctx.manual_backward(&loss), which averages gradients over the ranks";
+        let remedy =
+            "call ctx.manual_backward(&loss), or backward of Fabric, which average gradients over the ranks";
         Err(ConfigError::new("optimizer.step", what, remedy).into())
     }
 

@@ -648,7 +648,7 @@ impl ShardedState for Zero {
     }
 
     fn grad_shard(&self, fqn: &str) -> Option<ShardSpec> {
-        let reducer = self.reducer().filter(|_| self.config.stage >= ZeroStage::Two)?;
+        let reducer = self.reducer()?;
         shards::shard(&reducer, fqn)
     }
 

@@ -46,8 +46,13 @@ pub(crate) fn resolve(config: &TrainerConfig, plan: &mut TrainPlan, problems: &m
     problems.0.extend(found);
 }
 
+/// Settings of the strategy that have no effect, in the log of rank 0.
+pub(crate) fn say_notes(config: &TrainerConfig, plan: &TrainPlan, is_global_zero: bool) {
+    notes(config, plan).iter().filter(|_| is_global_zero).for_each(|note| tracing::warn!("{note}"));
+}
+
 /// Settings of the strategy that have no effect, a sentence each.
-pub(crate) fn notes(config: &TrainerConfig, plan: &TrainPlan) -> Vec<String> {
+fn notes(config: &TrainerConfig, plan: &TrainPlan) -> Vec<String> {
     match &plan.ranks.strategy {
         StrategyPlan::DeepSpeed(deepspeed) => {
             let written = config.precision.as_ref().map_or_else(|| plan.precision.to_string(), as_written);

@@ -26,7 +26,7 @@ pub(crate) struct EvalLoaders<'a, B: Batch> {
 impl<M: LightningModule> Session<'_, M> {
     /// Validates within fit and gives the metrics to the loggers.
     pub(crate) fn validate_in_fit(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
-        let is_open = self.is_window_open() || self.run.engine.of_call.has_open_grads.contains(&true);
+        let is_open = self.is_window_open() || self.run.engine.of_call.gradients.are_open();
         if !is_open {
             self.module_method("on_validation_model_zero_grad", |module| {
                 module.on_validation_model_zero_grad()

@@ -14,7 +14,7 @@ use crate::profiler::actions;
 use crate::trainer::plan::limits::FitPlan;
 use crate::trainer::run::loaders::FitLoaders;
 use crate::trainer::session::agree::votes;
-use crate::trainer::session::engine::{check_anomaly, unscale};
+use crate::trainer::session::engine::check_anomaly;
 use crate::trainer::session::session::{Session, Undo};
 use crate::trainer::session::step::{Step, Window};
 
@@ -180,6 +180,7 @@ impl<M: LightningModule> Session<'_, M> {
             self.each_optimizer("optimizer_zero_grad", facts, |module, optimizer, ctx| {
                 module.optimizer_zero_grad(optimizer, ctx)
             })?;
+            self.run.engine.of_call.gradients.begin_window();
         }
         let loss =
             if window.size > 1 && loss.defined() { loss.f_div_scalar(window.size as f64)? } else { loss };
@@ -192,8 +193,7 @@ impl<M: LightningModule> Session<'_, M> {
         } else {
             let votes = votes(&self.run.engine, &self.run.requests);
             let _named = collective_scope("a batch without a loss");
-            let agreed = self.run.engine.strategy.without_loss(window.closes, votes)?;
-            self.run.engine.agreed = self.run.engine.agreed.or(agreed);
+            self.run.engine.without_loss(window.closes, votes)?;
         }
         Ok(loss)
     }
@@ -205,19 +205,17 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let mut follows = true;
         if window.closes {
-            self.run.engine.strategy.check_averaged()?;
-            let is_finite = unscale(
-                &mut self.run.engine.loss_scale,
-                &mut self.training.optimizers,
-                self.run.at.progress.global_step,
-            )?;
-            let loss_scale = self.run.engine.loss_scale.as_ref();
+            let (engine, optimizers) = (&mut self.run.engine, &mut self.training.optimizers);
+            let all = 0..optimizers.len();
+            let is_finite = engine.unscale(optimizers, all.clone(), self.run.at.progress.global_step)?;
+            let loss_scale = engine.loss_scale.as_ref();
             follows = is_finite || !loss_scale.is_some_and(LossScale::holds_schedules);
-            self.adapt_loss_scale()?;
+            engine.adapt_loss_scale(optimizers)?;
             self.call_in_step(StepHook::OnBeforeOptimizerStep, facts)?;
             if !(is_finite && self.graphed_update(facts, |session| session.update(true, facts))?) {
                 self.update(is_finite, facts)?;
             }
+            self.run.engine.of_call.gradients.note_step(all)?;
             self.undo = None;
             self.run.facts.hardware.accelerator.step_boundary()?;
             self.run.at.progress.global_step += 1;

@@ -4,6 +4,7 @@ use crate::error::{ConfigError, Result};
 use crate::module::LightningModule;
 use crate::optim::{ActiveLrScheduler, Interval, Optimizers};
 use crate::trainer::plan::contradictions;
+use crate::trainer::session::gradients::Gradients;
 use crate::trainer::session::hooks::{guarded, hook_error};
 use crate::trainer::session::session::Session;
 
@@ -34,8 +35,12 @@ pub(crate) fn configure_optimizers<M: LightningModule>(session: &mut Session<M>)
             .schedulers
             .extend(built.scheduler.map(|configured| ActiveLrScheduler { optimizer: index, configured }));
     }
+    session.run.engine.of_call.gradients = Gradients::of(session.training.optimizers.len());
     if session.options.is_trial {
         session.training.schedulers.clear();
+    }
+    if session.options.is_own_loop {
+        return Ok(());
     }
     if !session.module.automatic_optimization() {
         return Ok(contradictions::refuse_beside_manual(session.plan)?);

@@ -1,5 +1,7 @@
 //! What runs backward passes and optimizer steps: strategy, loss scale, and checks of what they compute.
 
+use std::collections::HashSet;
+use std::ops::Range;
 use std::rc::Rc;
 
 use tch::Tensor;
@@ -8,10 +10,11 @@ use crate::distributed::Signals;
 use crate::error::{Error, Result};
 use crate::ffi::AnomalyWatch;
 use crate::module::Progress;
-use crate::nn::{CheckpointCalls, InterceptorHandle, Module, Parameter};
+use crate::nn::{CheckpointCalls, InterceptorHandle, Module, ModuleExt, Parameter};
 use crate::optim::Optimizer;
 use crate::precision::LossScale;
 use crate::strategy::{Strategy, Votes};
+use crate::trainer::session::gradients::Gradients;
 
 /// What backward passes and optimizer steps are run with, automatic and manual ones.
 pub(crate) struct Engine {
@@ -26,16 +29,13 @@ pub(crate) struct Engine {
 /// What of it is of one call of fit, validate, test or predict.
 #[derive(Default)]
 pub(crate) struct OfCall {
-    /// The scale of the losses is in gradients: a loss was multiplied by it, or a checkpoint held such gradients.
-    pub has_scaled: bool,
+    pub gradients: Gradients,
     /// There with `detect_anomaly`.
     pub anomaly: Option<AnomalyWatch>,
     /// Parameters that a manual step has switched, with what they required before.
     pub toggled: Vec<(Parameter, bool)>,
     /// The optimizer that a manual step has toggled: only its parameters get gradients.
     pub toggled_optimizer: Option<usize>,
-    /// By optimizer, with manual optimization: there has been a backward pass for it since its last step.
-    pub has_open_grads: Vec<bool>,
     /// Whose steps those with manual optimization have captured.
     pub captured_optimizers: CapturedOptimizers,
     /// There in a fit whose modules are checkpointed.
@@ -72,12 +72,109 @@ impl Engine {
         body: impl FnOnce(&Tensor) -> Result<()>,
     ) -> Result<()> {
         let scaled = self.loss_scale.as_ref().map(|scale| scale.scale(loss)).transpose()?;
-        self.of_call.has_scaled |= scaled.is_some();
+        let scale = self.loss_scale.as_ref().map(LossScale::get_scale);
+        self.of_call.gradients.begin_backward(syncs, scale, self.of_call.toggled_optimizer);
         let loss = scaled.as_ref().unwrap_or(loss);
         self.strategy.begin_backward(loss, syncs, votes)?;
         let done = body(loss);
         self.agreed = self.agreed.or(self.strategy.end_backward(done)?);
         Ok(())
+    }
+
+    /// In place of a backward pass if the batch has no loss.
+    ///
+    /// # Collective
+    /// As [`Engine::backward`].
+    pub(crate) fn without_loss(&mut self, syncs: bool, votes: Votes) -> Result<()> {
+        self.of_call.gradients.window_is_open = !syncs;
+        self.agreed = self.agreed.or(self.strategy.without_loss(syncs, votes)?);
+        Ok(())
+    }
+
+    /// Before gradients are clipped or used: an error if they are not those of all ranks. With a loss scale, takes it out of the gradients
+    /// of these optimizers, once, and notes whether they are finite. Returns whether the optimizers may step; without a loss scale they
+    /// always may.
+    ///
+    /// # Collective
+    /// If the strategy divides gradients.
+    pub(crate) fn unscale(
+        &mut self,
+        optimizers: &mut [Box<dyn Optimizer>],
+        which: Range<usize>,
+        global_step: u64,
+    ) -> Result<bool> {
+        let gradients = &mut self.of_call.gradients;
+        gradients.check_closed()?;
+        self.strategy.check_averaged()?;
+        let Some(loss_scale) = &mut self.loss_scale else { return Ok(true) };
+        let (scale, mut all_finite, mut is_new) = (loss_scale.get_scale(), true, false);
+        for index in which {
+            let Some(optimizer) = optimizers.get_mut(index) else { continue };
+            let found = match gradients.found(index, optimizer.name())? {
+                Some(found) => found,
+                None => {
+                    let found = optimizer.unscale(1.0 / scale)?; // sync point
+                    gradients.note_unscaled(index, optimizer.as_ref(), found)?;
+                    is_new = true;
+                    found
+                }
+            };
+            all_finite &= found;
+        }
+        if !is_new {
+            return Ok(all_finite);
+        }
+        loss_scale.record(all_finite);
+        if !all_finite {
+            let count = loss_scale.skipped_steps() + u64::from(loss_scale.grad_scaler().is_none());
+            tracing::info!(
+                "step {global_step} is left out ({count} so far): its gradients are not finite; the loss was scaled by {scale}"
+            );
+        }
+        Ok(all_finite)
+    }
+
+    /// After optimizer steps, done or left out: adapts the scale of losses. Gradients that wait for a later step get the new one.
+    ///
+    /// # Collective
+    /// As [`Engine::unscale`].
+    pub(crate) fn adapt_loss_scale(&mut self, optimizers: &mut [Box<dyn Optimizer>]) -> Result<()> {
+        let Some(loss_scale) = &mut self.loss_scale else { return Ok(()) };
+        let before = loss_scale.get_scale();
+        loss_scale.adapt()?;
+        let factor = loss_scale.get_scale() / before;
+        if factor == 1.0 {
+            return Ok(());
+        }
+        let gradients = &self.of_call.gradients;
+        let waiting = optimizers.iter_mut().enumerate().filter(|(index, _)| gradients.wait_scaled(*index));
+        waiting.map(|(_, optimizer)| optimizer).try_for_each(|optimizer| optimizer.unscale(factor).map(drop))
+    }
+
+    /// Lets the parameters of one optimizer alone get gradients.
+    pub(crate) fn toggle(&mut self, module: &dyn Module, optimizers: &[Box<dyn Optimizer>], index: usize) {
+        self.untoggle();
+        let Some(optimizer) = optimizers.get(index) else { return };
+        self.of_call.toggled_optimizer = Some(index);
+        let groups = optimizer.param_groups();
+        let params = || groups.iter().flat_map(|group| group.params());
+        // an optimizer may have parts of parameters, under their names
+        let (ids, names): (HashSet<u64>, HashSet<&str>) =
+            params().map(|(fqn, p)| (p.id(), fqn.as_str())).unzip();
+        let is_own = |(fqn, p): &(String, Parameter)| ids.contains(&p.id()) || names.contains(fqn.as_str());
+        for (_, parameter) in module.named_parameters().into_iter().filter(|named| !is_own(named)) {
+            let required = parameter.requires_grad();
+            let _ = parameter.set_requires_grad(false);
+            self.of_call.toggled.push((parameter, required));
+        }
+    }
+
+    /// Ends [`Engine::toggle`].
+    pub(crate) fn untoggle(&mut self) {
+        self.of_call.toggled_optimizer = None;
+        for (parameter, required) in self.of_call.toggled.drain(..) {
+            let _ = parameter.set_requires_grad(required);
+        }
     }
 
     /// The signal that this rank has received in this call.
@@ -169,26 +266,4 @@ pub(crate) fn check_gradients(
         .grads(module)?
         .into_iter()
         .try_for_each(|(fqn, grad)| check_anomaly(watch, &format!("the gradient of {fqn}"), &grad, progress))
-}
-
-/// With a loss scale: takes it out of the gradients, and notes whether they are finite. Returns whether the optimizers may
-/// step; without one they always may.
-pub(crate) fn unscale(
-    loss_scale: &mut Option<LossScale>,
-    optimizers: &mut [Box<dyn Optimizer>],
-    global_step: u64,
-) -> Result<bool> {
-    let Some(loss_scale) = loss_scale else { return Ok(true) };
-    let (scale, mut all_finite) = (loss_scale.get_scale(), true);
-    for optimizer in optimizers {
-        all_finite &= optimizer.unscale(1.0 / scale)?; // sync point
-    }
-    loss_scale.record(all_finite);
-    if !all_finite {
-        let count = loss_scale.skipped_steps() + u64::from(loss_scale.grad_scaler().is_none());
-        tracing::info!(
-            "step {global_step} is left out ({count} so far): its gradients are not finite; the loss was scaled by {scale}"
-        );
-    }
-    Ok(all_finite)
 }

@@ -2,6 +2,7 @@
 
 pub(super) mod agree;
 pub(super) mod engine;
+pub(super) mod gradients;
 pub(super) mod graphs;
 pub(super) mod hooks;
 mod place;

@@ -132,6 +132,8 @@ pub(crate) struct CallOptions {
     pub batch_size: Option<usize>,
     /// A short run of a search, which sets the learning rates by itself and cannot be resumed.
     pub is_trial: bool,
+    /// The loop is the user's own: steps of [`Fabric`](crate::trainer::Fabric) clip as the settings say.
+    pub is_own_loop: bool,
 }
 
 /// A run as it was when training ended, for the checkpoints that are written later.

@@ -1,25 +1,23 @@
 //! The user's steps: the batch on its way to the device, the step, its backward pass, and manual optimization within it.
 
-use std::collections::HashSet;
-
 use tch::Tensor;
 
 use crate::data::{Batch, BatchIter};
 use crate::distributed::collective_scope;
-use crate::error::{ConfigError, Result};
+use crate::error::Result;
 use crate::ffi::{self, RecordingPause};
 use crate::graph::{self, MadeInCapture};
 use crate::module::{
     Action, BatchFacts, HookContext, HookFacts, Level, LightningModule, ManualOptimization, Phase, Progress,
     StepContext, StepHook, StepModuleGraphs, StepOutput,
 };
-use crate::nn::{GatherWatch, Module, ModuleExt, Parameter};
+use crate::nn::{GatherWatch, Module, ModuleExt};
 use crate::optim::OffloadState;
+use crate::precision::disable_casts;
 use crate::precision::fp8::reduce_amaxes;
-use crate::precision::{LossScale, disable_casts};
 use crate::profiler::actions;
 use crate::trainer::session::agree::votes;
-use crate::trainer::session::engine::{Engine, check_anomaly, check_gradients, unscale};
+use crate::trainer::session::engine::{check_anomaly, check_gradients};
 use crate::trainer::session::hooks::{InStep, call_method, guarded, hook_error, scope, without_panic};
 use crate::trainer::session::session::Session;
 
@@ -100,7 +98,7 @@ impl<M: LightningModule> Session<'_, M> {
         if is_manual {
             self.run.at.progress.global_step += graph::take_replayed_steps();
             graph::forbid_replayed_steps(None);
-            self.adapt_loss_scale()?; // after the steps of all optimizers, whose losses had the same scale
+            self.run.engine.adapt_loss_scale(&mut self.training.optimizers)?; // after the steps of all optimizers, whose losses had the same scale
         }
         self.graphs.modules = graphs;
         let output = output?;
@@ -158,11 +156,6 @@ impl<M: LightningModule> Session<'_, M> {
     pub(crate) fn share_amaxes(&self) -> Result<()> {
         let _named = collective_scope("amax of fp8");
         self.run.world().group().map_or(Ok(()), |group| reduce_amaxes(group))
-    }
-
-    /// After optimizer steps, done or left out.
-    pub(crate) fn adapt_loss_scale(&mut self) -> Result<()> {
-        self.run.engine.loss_scale.iter_mut().try_for_each(LossScale::adapt)
     }
 }
 
@@ -289,28 +282,18 @@ impl<M: LightningModule> ManualOptimization for InStep<'_, M> {
         let _no_casts = disable_casts(ctx.device())?; // those of the step are for its forward
         check_anomaly(self.engine.of_call.anomaly.as_ref(), "the loss", loss, &ctx.at.progress)?;
         self.call(ctx, StepHook::OnBeforeBackward)?;
-        let toggled = self.engine.of_call.toggled_optimizer;
-        let open = &mut self.engine.of_call.has_open_grads;
-        open.resize(ctx.training.optimizers.len(), false);
-        open.iter_mut()
-            .enumerate()
-            .for_each(|(index, open)| *open |= toggled.is_none_or(|toggled| toggled == index));
         self.run_backward(ctx, loss, true)?;
         self.call(ctx, StepHook::OnAfterBackward)
     }
 
     fn step(&mut self, ctx: &mut HookContext<'_>, optimizer_idx: usize) -> Result<()> {
         let _no_casts = disable_casts(ctx.device())?;
-        let Engine { strategy, loss_scale, of_call, .. } = &mut *self.engine;
-        strategy.check_averaged()?;
-        if let Some(scale) = loss_scale.as_ref().filter(|_| !of_call.has_scaled) {
-            let scale = scale.get_scale();
-            let what = format!("gradients are to be divided by {scale}, but no loss was multiplied by it");
-            let remedy = "call ctx.manual_backward(&loss), not loss.backward()";
-            return Err(ConfigError::new("optimizer.step", what, remedy).into());
+        let which = optimizer_idx..optimizer_idx + 1;
+        if let Some(scale) = &self.engine.loss_scale {
+            self.engine.of_call.gradients.check_scaled(scale.get_scale())?;
         }
-        let optimizer = &mut ctx.training.optimizers[optimizer_idx];
-        let is_finite = unscale(loss_scale, std::slice::from_mut(optimizer), ctx.at.progress.global_step)?;
+        let optimizers = &mut ctx.training.optimizers;
+        let is_finite = self.engine.unscale(optimizers, which.clone(), ctx.at.progress.global_step)?;
         self.call(ctx, StepHook::OnBeforeOptimizerStep)?;
         if is_finite {
             let optimizer = &mut ctx.training.optimizers[optimizer_idx];
@@ -329,37 +312,15 @@ impl<M: LightningModule> ManualOptimization for InStep<'_, M> {
         }
         ctx.run.hardware.accelerator.step_boundary()?;
         ctx.at.progress.global_step += 1;
-        self.engine
-            .of_call
-            .has_open_grads
-            .iter_mut()
-            .skip(optimizer_idx)
-            .take(1)
-            .for_each(|open| *open = false);
+        self.engine.of_call.gradients.note_step(which)?;
         Ok(())
     }
 
     fn toggle(&mut self, ctx: &HookContext<'_>, optimizer_idx: usize) {
-        self.untoggle();
-        self.engine.of_call.toggled_optimizer = Some(optimizer_idx);
-        let groups = ctx.training.optimizers[optimizer_idx].param_groups();
-        let params = || groups.iter().flat_map(|group| group.params());
-        // an optimizer may have parts of parameters, under their names
-        let (ids, names): (HashSet<u64>, HashSet<&str>) =
-            params().map(|(fqn, p)| (p.id(), fqn.as_str())).unzip();
-        let is_own = |(fqn, p): &(String, Parameter)| ids.contains(&p.id()) || names.contains(fqn.as_str());
-        let all = self.module.as_dyn().named_parameters();
-        for (_, parameter) in all.into_iter().filter(|named| !is_own(named)) {
-            let required = parameter.requires_grad();
-            let _ = parameter.set_requires_grad(false);
-            self.engine.of_call.toggled.push((parameter, required));
-        }
+        self.engine.toggle(self.module.as_dyn(), &ctx.training.optimizers, optimizer_idx);
     }
 
     fn untoggle(&mut self) {
-        self.engine.of_call.toggled_optimizer = None;
-        for (parameter, required) in self.engine.of_call.toggled.drain(..) {
-            let _ = parameter.set_requires_grad(required);
-        }
+        self.engine.untoggle();
     }
 }

@@ -111,6 +111,7 @@ fn with_savers(checkpoint: &Checkpoint, callbacks: &[Box<dyn Callback>]) -> Resu
 /// The training state without what callbacks, data and module add.
 fn training_state<M: LightningModule>(session: &Session<M>) -> Result<FitState> {
     let run = &*session.run;
+    let is_manual = !session.module.automatic_optimization();
     let States { optimizers, grads, had_grad, parts } = states(session)?;
     let names = session.training.optimizers.iter().map(|optimizer| optimizer.name().to_owned());
     let schedulers =
@@ -127,6 +128,7 @@ fn training_state<M: LightningModule>(session: &Session<M>) -> Result<FitState> 
         callbacks: Vec::new(),
         grad_scaler: run.engine.loss_scale.as_ref().and_then(|scale| scale.grad_scaler().cloned()),
         loss_scaler: run.engine.loss_scale.as_ref().and_then(|scale| scale.loss_scaler().cloned()),
+        gradients: session.run.engine.of_call.gradients.saved().filter(|_| is_manual),
         data: None,
         module: Value::Null,
         module_on_device: Vec::new(),

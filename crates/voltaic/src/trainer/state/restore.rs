@@ -318,7 +318,9 @@ pub(crate) fn restore_training<M: LightningModule>(
         say_whose_settings_count(&configured, &hyper_parameters(session));
     }
     restore_grads(session, &grads, &path)?;
-    let has_grads = session.run.engine.of_call.has_scaled;
+    let gradients = &mut session.run.engine.of_call.gradients;
+    gradients.restore(state.gradients, &session.training.optimizers)?;
+    let has_grads = gradients.has_scaled;
     if let Some(own) = &mut session.run.engine.loss_scale {
         own.restore(state.grad_scaler, state.loss_scaler);
     }
@@ -408,7 +410,7 @@ fn restore_sharded<M: LightningModule>(
     let mut whole = Vec::new();
     for fqn in unread.shared_grads() {
         let name = grad_name(fqn);
-        engine.of_call.has_scaled = true;
+        engine.of_call.gradients.has_scaled = true;
         match sharded.grad_shard(fqn) {
             Some(shard) => sharded.load_grad(fqn, &unread.shard(&name, &shard)?)?,
             None => whole.push((fqn.to_owned(), unread.whole(&name)?)),
@@ -600,7 +602,7 @@ fn restore_grads<M: LightningModule>(
     grads: &[(String, tch::Tensor)],
     path: &Path,
 ) -> Result<()> {
-    session.run.engine.of_call.has_scaled |= !grads.is_empty();
+    session.run.engine.of_call.gradients.has_scaled |= !grads.is_empty();
     let parameters = session.module.named_parameters();
     let parameters: HashMap<_, _> = parameters.iter().map(|(name, parameter)| (name, parameter)).collect();
     for (fqn, grad) in grads {

@@ -9,10 +9,13 @@ use crate::data::Stage;
 use crate::distributed::{SlurmJob, World, collective_scope};
 use crate::error::{CheckpointError, Error, Problem, Result};
 use crate::module::{CheckpointRequest, LightningModule};
+use crate::nn::ModuleExt;
 use crate::profiler::actions;
 use crate::trainer::session::agree::agreed;
 use crate::trainer::session::session::{Run, RunSnapshot, Session};
-use crate::trainer::state::collect::{check_mesh, collect, own_state, saves_parts, snapshot};
+use crate::trainer::state::collect::{
+    check_mesh, collect, own_state, saves_parts, sharded_weights, snapshot,
+};
 use crate::trainer::state::restart::next_path;
 
 impl<M: LightningModule> Session<'_, M> {
@@ -225,6 +228,32 @@ pub(crate) fn save(
         }
         None => Ok(()),
     }
+}
+
+/// Writes the weights and hyper-parameters of a module, tensor by tensor where they are divided among ranks.
+///
+/// # Collective
+/// All ranks must call it.
+pub(crate) fn save_weights<M: LightningModule>(
+    run: &mut Run,
+    module: &M,
+    path: &Path,
+    storage_options: Option<&Value>,
+) -> Result<()> {
+    let strategy = run.engine.strategy.as_ref();
+    let checkpoint = match strategy.keeps(module.as_dyn()) || strategy.world().is_global_zero() {
+        true => sharded_weights(strategy, module, &run.at.progress, true),
+        false => Ok(Checkpoint::default()),
+    };
+    let saved = checkpoint
+        .and_then(|mut checkpoint| {
+            if !saves_parts(run) {
+                checkpoint.merge_parts()?;
+            }
+            save(run, &checkpoint, path, storage_options)
+        })
+        .and_then(|()| run.checkpoint_io.teardown());
+    as_on_rank_zero(run.world(), saved, path)
 }
 
 /// Whether two paths lead to one file, links included.
