@@ -66,7 +66,10 @@ impl Unscaled {
 
     /// What the optimizer itself has changed, such as by clipping, is no addition.
     fn follow(&mut self) -> Result<()> {
-        self.grads.iter_mut().try_for_each(|(leaf, grad)| Ok(*grad = mark(leaf)?))
+        for (leaf, grad) in &mut self.grads {
+            *grad = mark(leaf)?;
+        }
+        Ok(())
     }
 }
 
