@@ -7,6 +7,7 @@ use serde_json::Value;
 use tch::{Kind, Tensor};
 
 use super::clip::{GradientClip, grad_norm};
+use super::masters::take_edit;
 use super::offload_states::{OffloadState, OffloadStates, Offloaded, move_grad};
 use super::optimizer::{Optimizer, OptimizerState, leaves};
 use super::param_group::{ParamGroup, SavedGroup};
@@ -124,8 +125,7 @@ impl Slot {
         if weight.f_internal_version()? == self.version || weight.size() != master.size() {
             return Ok(()); // the step refuses one of another size
         }
-        let _no_grad = tch::no_grad_guard();
-        Ok(master.shallow_clone().f_copy_(weight)?)
+        take_edit(master, weight)
     }
 }
 
@@ -196,10 +196,11 @@ impl<R: Rule> Engine<R> {
         for (index, group) in groups.iter().enumerate() {
             let mut alike: Vec<(_, Vec<Slot>)> = Vec::new();
             for ((fqn, param), unit) in group.by_unit() {
-                let kind = (unit, param.kind(), param.device());
                 let state = (0..=R::STATE.len()).map(|_| None).collect();
                 let is_half = matches!(param.kind(), Kind::BFloat16 | Kind::Half);
-                let has_float32_states = is_half && (master_weights || group.float32_states);
+                let keeps_master = master_weights && is_half && !group.has_master_elsewhere(param);
+                let has_float32_states = keeps_master || is_half && group.float32_states;
+                let kind = (unit, param.kind(), param.device(), keeps_master);
                 let (fqn, param) = (fqn.clone(), param.clone());
                 let slot = Slot { fqn, param, state, version: 0, has_float32_states };
                 match alike.iter_mut().find(|(other, _)| *other == kind) {
@@ -207,10 +208,9 @@ impl<R: Rule> Engine<R> {
                     None => alike.push((kind, vec![slot])),
                 }
             }
-            for ((unit, ..), members) in alike {
+            for ((unit, _, _, keeps_masters), members) in alike {
                 let gradients = Gradients::of(members.iter().map(|slot| slot.param.leaf()))?;
                 let has_masters = members.first().is_some_and(|slot| slot.has_float32_states);
-                let keeps_masters = master_weights && has_masters;
                 buckets.push(Bucket {
                     group: index,
                     unit,
@@ -371,7 +371,9 @@ impl<R: Rule> Engine<R> {
         }
         // with none at all the state is of a run without master weights; a part of them is missing otherwise
         let has_masters = targets.iter().any(|(.., index)| *index == R::STATE.len());
-        for ((bucket, member), found) in given {
+        // ZeRO has master weights of parameters that have had no gradient yet, and no states
+        let has_states = |found: &[usize]| found.iter().any(|index| *index != R::STATE.len());
+        for ((bucket, member), found) in given.into_iter().filter(|(_, found)| has_states(found)) {
             let bucket = &self.buckets[bucket];
             let mut required = saved.get(bucket.group).map(R::required).unwrap_or_default();
             if bucket.keeps_masters && has_masters {

@@ -14,6 +14,7 @@ mod engine;
 mod formula;
 mod lion;
 mod lr_scheduler;
+mod masters;
 mod muon;
 mod muon_aux;
 mod muon_rule;
@@ -44,6 +45,7 @@ pub use lr_scheduler::{
     OneCycleLr, PerGroup, PlateauMode, PolynomialLr, ReduceLrOnPlateau, StepLr, SwaLr, ThresholdMode,
     WarmupCosineLr, WarmupDecayLr, WarmupLr, WarmupType,
 };
+pub(crate) use masters::take_edit;
 pub use muon::Muon;
 pub use muon_aux::MuonWithAuxAdam;
 pub use offload_states::{OffloadState, OffloadStates};

@@ -295,6 +295,11 @@ impl ParamGroup {
         self.whole.as_ref().filter(|_| part.kind() == Kind::Float)?.rounded(part)
     }
 
+    /// Whether the strategy has the master weight of a parameter ([`WholeParameters::has_master`]).
+    pub(super) fn has_master_elsewhere(&self, part: &Parameter) -> bool {
+        self.whole.as_ref().is_some_and(|whole| whole.has_master(part))
+    }
+
     /// The parameters with their fqn.
     pub fn params(&self) -> &[(String, Parameter)] {
         &self.params

@@ -30,6 +30,12 @@ pub trait WholeParameters: Debug + Send + Sync {
         None
     }
 
+    /// Whether the strategy keeps the master weight of the parameter, or will keep it from when the parameter is trained: `part` becomes
+    /// float32 then. An optimizer makes no copy of its own.
+    fn has_master(&self, _part: &Parameter) -> bool {
+        false
+    }
+
     /// A tensor like the parameter that `part` is a part of, from what each rank has of it: `values` on this one, with the
     /// elements of `part`. `None` on a rank that has no part.
     ///

@@ -194,6 +194,52 @@ fn what_is_written_to_a_weight_or_its_copy_is_stepped() {
     }
 }
 
+/// An edit counts where it changed the weight: the copies of all other elements keep their digits.
+#[test]
+fn an_edit_counts_where_it_changed_the_weight() {
+    for (name, [with, _]) in optimizers() {
+        let [(edited, mut own), (plain, mut expected)] = [(), ()].map(|()| {
+            let params = params(Kind::BFloat16);
+            let optimizer = with.build(vec![ParamGroupSpec::new(params.clone())]).unwrap();
+            (params, optimizer)
+        });
+        for step in 0..STEPS {
+            train(&mut *own, &edited, step..step + 1);
+            train(&mut *expected, &plain, step..step + 1);
+            let clamp = |weight: &Tensor| drop(weight.shallow_clone().clamp_(-100.0, 100.0));
+            tch::no_grad(|| edited.iter().for_each(|(_, param)| clamp(param.tensor())));
+        }
+        let expected = expected.master_weights().unwrap();
+        for ((fqn, own), (_, expected)) in own.master_weights().unwrap().iter().zip(&expected) {
+            assert!(own.equal(expected), "{name} {fqn}");
+        }
+        let _ = tch::no_grad(|| edited[0].1.tensor().shallow_clone().get(2).fill_(3.0));
+        let _ = expected[0].1.get(2).fill_(3.0);
+        assert!(own.master_weights().unwrap()[0].1.equal(&expected[0].1), "{name}: one row is written");
+    }
+}
+
+/// ZeRO saves copies of parameters that have had no gradient yet, beside which there are no states.
+#[test]
+fn a_copy_alone_is_taken() {
+    for (name, [with, _]) in optimizers() {
+        let all = params(Kind::BFloat16);
+        let mut optimizer = with.build(vec![ParamGroupSpec::new(all.clone())]).unwrap();
+        train(&mut *optimizer, &all, 0..3);
+        let mut state = optimizer.state_dict();
+        state.tensors.retain(|(own, _)| !own.ends_with(".p1") || own == "master_param.p1");
+        let find = |state: &OptimizerState, own: &str| {
+            state.tensors.iter().find(|(name, _)| name == own).map(|(_, tensor)| tensor.copy())
+        };
+        let copy = find(&state, "master_param.p1").unwrap();
+        let mut resumed = with.build(vec![ParamGroupSpec::new(all.clone())]).unwrap();
+        resumed.load_state_dict(state).unwrap();
+        assert!(find(&resumed.state_dict(), "master_param.p1").unwrap().equal(&copy), "{name}");
+        train(&mut *resumed, &all, 4..5);
+        assert!(!find(&resumed.state_dict(), "master_param.p1").unwrap().equal(&copy), "{name}");
+    }
+}
+
 #[test]
 fn a_configuration_file_can_ask_for_them() {
     let text = r#"{"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.1, "master_weights": true}}"#;

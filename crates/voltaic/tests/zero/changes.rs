@@ -60,6 +60,31 @@ fn what_is_written_before_a_step_is_stepped() {
     });
 }
 
+/// Limits weights to a range in which all of them are.
+struct Clamp;
+
+impl Callback for Clamp {
+    fn on_train_batch_end(&mut self, _ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        for parameter in module.parameters() {
+            let _ = tch::no_grad(|| parameter.tensor().shallow_clone().clamp_(-100.0, 100.0));
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn what_changes_nothing_leaves_master_weights_alone() {
+    on_ranks("changes::what_changes_nothing_leaves_master_weights_alone", 2, |ranks, folder| {
+        for stage in STAGES {
+            let run = |builder: TrainerBuilder| {
+                trained(builder.precision("bf16-true").max_epochs(2), Small::new(), loaders(24))
+            };
+            let expected = run(staged(ranks, stage, folder));
+            assert_same(stage, &run(staged(ranks, stage, folder).callback(Clamp)), &expected);
+        }
+    });
+}
+
 /// Writes to a weight after a batch.
 struct AfterBatch(usize);
 

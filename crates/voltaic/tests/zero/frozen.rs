@@ -2,15 +2,18 @@
 
 use std::path::{Path, PathBuf};
 
-use voltaic::Tensor;
-use voltaic::callback::{ModelCheckpoint, ModelCheckpointConfig};
+use voltaic::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig};
 use voltaic::checkpoint::Checkpoint;
-use voltaic::nn::ModuleExt;
+use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::nn::{Linear, ModuleExt};
+use voltaic::optim::{AdamW, Lion, Optimizers};
 use voltaic::strategy::{DdpConfig, DeepSpeedStrategy, Strategy, Zero, ZeroConfig, ZeroStage};
 use voltaic::trainer::TrainerBuilder;
+use voltaic::{Module, Tensor};
 
-use crate::models::{Small, all_loaders};
-use crate::ranks::{assert_same, on_ranks, on_ranks_in_turn, silent, weights};
+use crate::checkpoints::resumed;
+use crate::models::{Batch, Small, all_loaders, loaders, numbered};
+use crate::ranks::{STAGES, assert_same, on_ranks, on_ranks_in_turn, silent, weights};
 use crate::shards::{SaveAfter, sorted};
 
 /// A net whose first layer is frozen, with values that are this much above the usual ones.
@@ -147,4 +150,109 @@ fn refuses(ranks: usize, folder: &Path) {
 #[test]
 fn parameters_that_are_left_out_must_be_frozen() {
     on_ranks("frozen::parameters_that_are_left_out_must_be_frozen", 2, refuses);
+}
+
+/// A layer that is unfrozen in the fit has one master weight, whoever is asked for it: the run is saved, and goes on as before.
+fn unfreezes(ranks: usize, folder: &Path) {
+    struct Unfreeze;
+    impl Callback for Unfreeze {
+        fn on_train_batch_start(
+            &mut self,
+            ctx: &mut HookContext,
+            module: &mut dyn Module,
+        ) -> anyhow::Result<()> {
+            if ctx.global_step() >= 2 {
+                module.set_requires_grad(true);
+            }
+            Ok(())
+        }
+    }
+    for stage in STAGES {
+        let path = folder.join(format!("unfrozen-{stage}.ckpt"));
+        let run = |has_masters: bool, from: Option<&Path>| {
+            let builder = silent(ranks, stage, folder).precision("bf16-true").max_epochs(1);
+            let builder = builder.callback(Unfreeze).callback(SaveAfter(3, path.clone()));
+            let mut trainer = resumed(builder, from);
+            let mut net = Small { has_masters, ..net(0.0) };
+            trainer.fit(&mut net, &mut all_loaders(24 * ranks as i64)).unwrap();
+            weights(&net)
+        };
+        let expected = run(false, None);
+        assert_same(stage, &run(true, None), &expected);
+        assert_same(&format!("{stage}, resumed"), &run(true, Some(&path)), &expected);
+    }
+}
+
+#[test]
+fn an_unfrozen_layer_has_one_master_weight() {
+    on_ranks("frozen::an_unfrozen_layer_has_one_master_weight", 2, unfreezes);
+}
+
+/// Two layers, of which the first is frozen and the last is trained without ever being used.
+#[derive(Module)]
+struct Unused {
+    net: Small,
+    unused: Linear,
+    #[module(skip)]
+    is_lion: bool,
+}
+
+impl Unused {
+    fn new(is_lion: bool) -> Self {
+        Self { net: net(0.0), unused: numbered(Linear::new(4, 6).unwrap()), is_lion }
+    }
+}
+
+impl LightningModule for Unused {
+    type Batch = Batch;
+
+    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        self.net.loss(x, y)
+    }
+
+    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
+        Ok(match self.is_lion {
+            true => Lion::new(0.01).master_weights(true).into(),
+            false => AdamW::new(0.01).master_weights(true).into(),
+        })
+    }
+}
+
+fn of_unused(is_lion: bool, saved_by: &str, folder: &Path) -> PathBuf {
+    folder.join(format!("unused-{is_lion}-{saved_by}.ckpt"))
+}
+
+const READERS: [&str; 4] = ["zero1", "zero2", "zero3", "ddp_find_unused_parameters_true"];
+
+fn save_unused(ranks: usize, folder: &Path) {
+    for (is_lion, strategy) in [false, true].into_iter().flat_map(|lion| READERS.map(|own| (lion, own))) {
+        let saves = SaveAfter(2, of_unused(is_lion, strategy, folder));
+        let builder = silent(ranks, strategy, folder).precision("bf16-true").max_epochs(1).callback(saves);
+        builder.build().unwrap().fit(&mut Unused::new(is_lion), &mut loaders(12 * ranks as i64)).unwrap();
+    }
+}
+
+/// Every strategy reads what the others have saved; it gives the weights of the run that has saved it.
+fn read_unused(ranks: usize, folder: &Path) {
+    for (is_lion, saved_by) in [false, true].into_iter().flat_map(|lion| READERS.map(|own| (lion, own))) {
+        let path = of_unused(is_lion, saved_by, folder);
+        let run = |strategy: &str| {
+            let strategy = if ranks == 1 { "auto" } else { strategy };
+            let builder = silent(ranks, strategy, folder).precision("bf16-true").max_epochs(2);
+            let mut trainer = builder.build().unwrap();
+            let mut net = Unused::new(is_lion);
+            trainer.ckpt_path(&path).fit(&mut net, &mut loaders(12 * 2)).unwrap();
+            weights(&net)
+        };
+        let expected = run(saved_by);
+        for strategy in READERS.into_iter().take(if ranks == 1 { 1 } else { 4 }) {
+            assert_same(&format!("{strategy} from {saved_by}, Lion: {is_lion}"), &run(strategy), &expected);
+        }
+    }
+}
+
+#[test]
+fn frozen_and_unused_parameters_with_master_weights_are_read_by_all_strategies() {
+    let test = "frozen::frozen_and_unused_parameters_with_master_weights_are_read_by_all_strategies";
+    on_ranks_in_turn(test, &[(2, save_unused), (1, read_unused), (2, read_unused)]);
 }

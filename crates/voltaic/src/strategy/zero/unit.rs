@@ -14,6 +14,7 @@ use crate::dtype::bytes_of;
 use crate::error::Result;
 use crate::ffi;
 use crate::nn::Parameter;
+use crate::optim::take_edit;
 use crate::strategy::sparse;
 
 /// Stands for the optimizer of a unit that none changes.
@@ -51,7 +52,7 @@ pub(super) struct Unit {
     pub moved: Arc<Moved>,
     pub has_master: bool,
     /// The part is to be in float32 once one of the parameters is trained.
-    wants_master: bool,
+    pub wants_master: bool,
     /// Set if the weights are sharded: only `part` is always in memory.
     storage: Option<GatheredStorage>,
     /// What this rank has of each parameter: views of `part`.
@@ -828,7 +829,8 @@ impl Unit {
         let _no_grad = tch::no_grad_guard();
         let place = &self.layout.places[index];
         let own = self.layout.slice(&self.layout.part(&self.flat, self.rank)?, place, self.rank)?;
-        self.moved.copy(&self.slices[index].leaf().f_detach()?, &own)?;
+        let part = self.slices[index].leaf();
+        take_edit(part, &self.moved.to(part.device(), &own, false)?)?;
         self.weight_shard.set_stale();
         self.versions[index] = place.parameter.leaf().f_internal_version()?;
         Ok(())

@@ -62,6 +62,10 @@ impl WholeParameters for Whole {
         rounded.unwrap_or_default() // without, the unit rounds by itself
     }
 
+    fn has_master(&self, part: &Parameter) -> bool {
+        self.place_of(part).is_some_and(|(unit, _)| self.reducer().units[unit].wants_master)
+    }
+
     fn gather(&self, part: &Parameter, values: &Tensor) -> Result<Option<Tensor>> {
         let Some((unit, index)) = self.place_of(part) else { return Ok(Some(values.shallow_clone())) };
         let reducer = self.reducer();
