@@ -127,5 +127,7 @@ pub(crate) use state_dict::StateEntry;
 pub use tensor_tuple::TensorTuple;
 pub use tree::ModuleExt;
 pub use tree::name_parameters;
-pub(crate) use tree::{frozen_parameters, load_state_dict_each, refuse_kept, state_dict_of, tied_names};
+pub(crate) use tree::{
+    check_tied, frozen_parameters, load_state_dict_each, refuse_kept, state_dict_of, tied_names,
+};
 pub use unit_grads::UnitGrads;

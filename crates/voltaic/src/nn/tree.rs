@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::metric::Metric;
 use crate::device::Device;
-use crate::error::{ConfigError, Result};
+use crate::error::{CheckpointError, ConfigError, Problem, Result};
 use crate::nn::buffer::Buffer;
 use crate::nn::gather::note_failure;
 use crate::nn::modes::set_training;
@@ -192,12 +192,15 @@ pub trait ModuleExt: Module {
     /// counterpart, as PyTorch's does; there are none when `strict`.
     ///
     /// # Errors
-    /// [`Mismatch`](crate::error::CheckpointError::Mismatch) if shapes differ; when `strict`, if names are missing or left over; else if not one
+    /// [`Mismatch`](crate::error::CheckpointError::Mismatch) if shapes differ, or two names of a tied parameter have different values; when `strict`, if names are missing or left over; else if not one
     /// name is the module's. Nothing is changed in that case. The strategy's, if it keeps the weights and cannot take others.
     ///
     /// # Collective
     /// If a strategy divides weights among ranks: all ranks must call it, with the same values.
     fn load_state_dict(&self, state: &[(String, Tensor)], strict: bool) -> Result<IncompatibleKeys> {
+        let given =
+            |name: &str| state.iter().find(|(own, _)| own == name).map(|(_, values)| values.shallow_clone());
+        check_tied(self.as_dyn(), &mut |name| Ok(given(name)))?;
         load_state_dict(self.type_name(), &StateEntry::of(self.as_dyn()), state, strict)
     }
 
@@ -273,6 +276,32 @@ pub(crate) fn tied_names(module: &dyn Module) -> Vec<(String, String)> {
         StateEntry::Buffer(_) => None,
     })
     .collect()
+}
+
+/// Compares the values of tied parameters in a state, which `values` gives by name as far as it has them.
+///
+/// # Errors
+/// [`Mismatch`](crate::error::CheckpointError::Mismatch) if two names of one parameter have different values; those of `values`.
+pub(crate) fn check_tied(
+    module: &dyn Module,
+    values: &mut dyn FnMut(&str) -> Result<Option<Tensor>>,
+) -> Result<()> {
+    let _no_grad = tch::no_grad_guard();
+    for (other, first) in tied_names(module) {
+        let (Some(own), Some(others)) = (values(&first)?, values(&other)?) else { continue };
+        let is_same = own.kind() == others.kind() && own.data_ptr() == others.data_ptr();
+        if own.size() != others.size() || is_same {
+            continue; // other shapes are refused with the module's
+        }
+        let [own, others] = [own, others].map(|values| values.f_to_kind(Kind::Double));
+        if !own?.f_allclose(&others?, 0.0, 0.0, true)? {
+            let what = format!("{first} and {other} are one parameter, and have different values");
+            let remedy = "leave one of the two names out and load with strict=false, or load into a module that does not tie them";
+            let module = module.type_name().to_owned();
+            return Err(CheckpointError::Mismatch { module, problem: Problem::new(what, remedy) }.into());
+        }
+    }
+    Ok(())
 }
 
 /// An error if a strategy keeps one of the weights: `what` would use memory that the strategy frees and allocates again.

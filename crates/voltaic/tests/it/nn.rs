@@ -544,6 +544,16 @@ fn a_tied_weight_is_one_parameter_with_two_names() {
     let tokens = Tensor::from_slice(&[1_i64, 4]);
     tied.head.forward(&tied.wte.forward(&tokens).unwrap()).unwrap().sum(Kind::Double).backward();
     assert_eq!(tied.wte.weight.grad(), tied.head.weight.grad());
+    // both names must have the same values, or one of them would be lost without a word
+    let own = |value: f64| Tensor::full([5, 3], value, (Kind::Double, tch::Device::Cpu));
+    let state = |second| vec![("wte.weight".to_owned(), own(1.0)), ("head.weight".to_owned(), own(second))];
+    tied.load_state_dict(&state(1.0), true).unwrap();
+    let error = tied.load_state_dict(&state(2.0), true).unwrap_err().to_string();
+    assert!(
+        error.contains("wte.weight and head.weight are one parameter, and have different values"),
+        "{error}"
+    );
+    assert_eq!(*tied.wte.weight.tensor(), own(1.0));
 }
 
 #[test]

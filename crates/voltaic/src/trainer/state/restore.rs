@@ -18,7 +18,9 @@ use crate::distributed::World;
 use crate::error::{CheckpointError, ConfigError, Error, Problem, Result};
 use crate::module::{LightningModule, MetricsState, ModuleTensors, Profiling, RunFacts};
 use crate::nn::te::load_fp8_state_dict;
-use crate::nn::{Module, ModuleExt, Parameter, StateEntry, frozen_parameters, load_state_dict_each, quant};
+use crate::nn::{
+    Module, ModuleExt, Parameter, StateEntry, check_tied, frozen_parameters, load_state_dict_each, quant,
+};
 use crate::optim::{OptimizerState, ParamGroup};
 use crate::trainer::config::values::Limit;
 use crate::trainer::plan::train_plan::TrainPlan;
@@ -111,8 +113,12 @@ fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Opened
         let weights = loaded.checkpoint.weights.iter().map(|(name, tensor)| (name.as_str(), tensor));
         let given: HashMap<&str, &Tensor> = weights.collect();
         let shapes: Vec<_> = given.iter().map(|(name, tensor)| (*name, tensor.size())).chain(own).collect();
-        let done = load_state_dict_each(session.module.as_dyn(), &shapes, &mut |name, held| {
-            given.get(name).map_or(Ok(()), |values| held.fill(values))
+        let module = session.module.as_dyn();
+        let done = check_tied(module, &mut |name| Ok(given.get(name).map(|values| values.shallow_clone())));
+        let done = done.and_then(|()| {
+            load_state_dict_each(module, &shapes, &mut |name, held| {
+                given.get(name).map_or(Ok(()), |values| held.fill(values))
+            })
         });
         return done.map_err(|error| of_other_module(error, session, loaded, path));
     };
@@ -125,6 +131,16 @@ fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Opened
     masters.retain(|fqn, _| full.contains(*fqn));
     let mut failures = Failures::of(unread);
     let shapes: Vec<_> = unread.weights().into_iter().chain(own).collect();
+    let names: HashSet<&str> = unread.weights().into_iter().map(|(name, _)| name).collect();
+    let tied = check_tied(session.module.as_dyn(), &mut |name| {
+        names.contains(name).then(|| unread.whole(name)).transpose()
+    });
+    agreed(
+        session.run.world(),
+        "read",
+        path,
+        tied.map_err(|error| of_other_module(error, session, loaded, path)),
+    )?;
     let read = load_state_dict_each(session.module.as_dyn(), &shapes, &mut |name, held| {
         if frozen.iter().any(|(frozen, _)| frozen == name) {
             return Ok(()); // the module has its values
