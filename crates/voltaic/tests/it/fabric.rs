@@ -290,7 +290,7 @@ fn a_finished_module_is_whole() {
         let folder = folder_of_parent();
         let builder = Fabric::builder().devices(2_i64).strategy("zero3").default_root_dir(&folder);
         let mut fabric = builder.launch().unwrap();
-        let net = voltaic::nn::init::deferred(|| Net::without_values()).unwrap();
+        let net = voltaic::nn::init::deferred(Net::without_values).unwrap();
         let (net, _) = fabric.setup(net, AdamW::new(0.01)).unwrap();
         fabric.save_weights(&net, folder.join("weights.ckpt")).unwrap();
         let rank = fabric.world().rank;

@@ -118,6 +118,7 @@ mod profilers;
 mod quantize;
 mod recipes;
 mod resume;
+mod resume_other_batches;
 mod resume_state;
 mod rng;
 mod saved_state;

@@ -17,6 +17,7 @@ use crate::trainer::session::agree::votes;
 use crate::trainer::session::engine::check_anomaly;
 use crate::trainer::session::session::{Session, Undo};
 use crate::trainer::session::step::{Step, Window};
+use crate::trainer::state::restore::begin_window;
 
 /// Why validation follows a training batch.
 #[derive(Clone, Copy, PartialEq)]
@@ -60,11 +61,12 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// One epoch, or the rest of one that a checkpoint interrupted.
     fn train_epoch(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
-        let first_batch = self.run.at.progress.batch_idx as usize;
         self.call(Hook::OnTrainEpochStart, BatchFacts::default())?;
         if let Some(batches) = self.run.requests.accumulate_grad_batches.take() {
             self.accumulate_grad_batches = batches.max(1);
         }
+        begin_window(self)?;
+        let first_batch = self.run.at.progress.batch_idx as usize;
         let Progress { validation_is_open, schedules_are_open, .. } = self.run.at.progress;
         if validation_is_open || schedules_are_open {
             // the checkpoint was written before they were done

@@ -30,6 +30,10 @@ pub(crate) struct Engine {
 #[derive(Default)]
 pub(crate) struct OfCall {
     pub gradients: Gradients,
+    /// A checkpoint held gradients of an open accumulation window; until the first batch.
+    pub has_restored_grads: bool,
+    /// A checkpoint was of batches of another size; until the first batch, which begins a window.
+    pub begins_window: bool,
     /// There with `detect_anomaly`.
     pub anomaly: Option<AnomalyWatch>,
     /// Parameters that a manual step has switched, with what they required before.

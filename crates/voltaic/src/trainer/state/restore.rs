@@ -337,6 +337,7 @@ pub(crate) fn restore_training<M: LightningModule>(
     let gradients = &mut session.run.engine.of_call.gradients;
     gradients.restore(state.gradients, &session.training.optimizers)?;
     let has_grads = gradients.has_scaled;
+    session.run.engine.of_call.has_restored_grads = has_grads;
     if let Some(own) = &mut session.run.engine.loss_scale {
         own.restore(state.grad_scaler, state.loss_scaler);
     }
@@ -548,15 +549,18 @@ impl Resumed {
         if !is_limited && !before.may_be_of_same_data(now) {
             return Err(refuse("", SAME_DATA));
         }
-        if before.global_batch == now.global_batch {
+        // a file of the last batch: its schedules have been stepped, and no batch is left
+        let is_complete = progress.batch_idx as usize >= self.shape.0;
+        if before.global_batch == now.global_batch && (!is_complete || before.batches == now.batches) {
             return Ok(());
         }
-        if self.has_grads {
+        // with manual optimization there are those that the module has left, which keep their mean over the ranks
+        if self.has_grads && run.facts.automatic_optimization && before.global_batch != now.global_batch {
             let remedy = "keep ranks x batch size, or resume from a checkpoint between accumulation windows";
             return Err(refuse(", and the checkpoint has gradients of an open accumulation window", remedy));
         }
         let seen = progress.batch_idx * before.global_batch;
-        let position = now.position_after(seen, window);
+        let position = if is_complete { now.batches } else { now.position_after(seen, window) };
         tracing::info!(
             "{} was written after {seen} samples of the epoch: batch {} of {}; this run continues at batch {position} of {}, \
              after {} samples",
@@ -567,6 +571,7 @@ impl Resumed {
             position * now.global_batch
         );
         run.at.progress.batch_idx = position;
+        run.engine.of_call.begins_window = true; // callbacks may still set another window
         Ok(())
     }
 }
@@ -604,13 +609,50 @@ impl Epoch {
     }
 
     /// The first batch that begins an accumulation window and has no sample among the first so many. At the end of the epoch the last
-    /// window, which ends the epoch.
+    /// window, which ends the epoch: its schedules are stepped with it.
     fn position_after(self, samples: u64, window: u64) -> u64 {
-        let window = window.max(1);
-        let next = samples.div_ceil(self.global_batch).next_multiple_of(window);
-        let last = self.batches.saturating_sub(1);
-        next.min(last - last % window)
+        window_from(samples.div_ceil(self.global_batch), self.batches, window)
     }
+}
+
+/// The batch of an epoch of so many that begins the first accumulation window from `batch` on, or the last one.
+fn window_from(batch: u64, batches: u64, window: u64) -> u64 {
+    let (window, last) = (window.max(1), batches.saturating_sub(1));
+    batch.next_multiple_of(window).min(last - last % window)
+}
+
+/// Before the first batch of a resumed run, when callbacks have set the accumulation window of the epoch: a position among other batches
+/// begins a window.
+///
+/// # Errors
+/// If the checkpoint has gradients of an open window, and there is none here: they would be dropped.
+pub(crate) fn begin_window<M: LightningModule>(session: &mut Session<M>) -> Result<()> {
+    let of_call = &mut session.run.engine.of_call;
+    let has_grads = std::mem::take(&mut of_call.has_restored_grads);
+    let begins_window = std::mem::take(&mut of_call.begins_window);
+    if !session.module.automatic_optimization() {
+        return Ok(());
+    }
+    let batches = session.run.facts.num_training_batches;
+    if begins_window && session.run.at.progress.has_batches_left(batches) {
+        let batch_idx = &mut session.run.at.progress.batch_idx;
+        *batch_idx = window_from(*batch_idx, batches as u64, session.accumulate_grad_batches);
+    }
+    if !has_grads || session.is_window_open() {
+        return Ok(());
+    }
+    let path = session.run.resumed_from.as_deref().unwrap_or(Path::new("the checkpoint"));
+    let what = format!(
+        "{} has gradients of an open accumulation window, and at its batch {} no window of this run is open \
+         (accumulate_grad_batches={}, {})",
+        path.display(),
+        session.run.at.progress.batch_idx,
+        session.accumulate_grad_batches,
+        session.run.engine.strategy.name()
+    );
+    let remedy = "keep accumulate_grad_batches and the kind of strategy (windows of DeepSpeed's go on over epochs), or resume from \
+                  a checkpoint between windows";
+    Err(ConfigError::new("ckpt_path", what, remedy).into())
 }
 
 fn restore_grads<M: LightningModule>(
