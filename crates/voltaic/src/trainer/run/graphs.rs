@@ -14,6 +14,7 @@ use crate::ffi::TensorList;
 use crate::graph::{self, Conditions, FirstCapture, Graph, InputSignature, Recordings};
 use crate::module::{BatchFacts, LightningModule, Logged, NamedTensors, OutputValue, StepHook, StepOutput};
 use crate::nn::{ModuleExt, NumberHash, each_parameter};
+use crate::precision::LossScale;
 use crate::precision::fp8::note_replayed;
 use crate::trainer::session::graphs::{GraphState, Ready, Signature, Update};
 use crate::trainer::session::hooks::scope;
@@ -70,6 +71,9 @@ impl<M: LightningModule> Session<'_, M> {
             && let GraphState::Ready(_) = &self.graphs.entries[index].1
         {
             self.hooks_before_graph(window, facts)?;
+            if self.module.automatic_optimization() {
+                self.note_replayed_backward(window);
+            }
             if let Some(loss) = self.replay_step(index, &inputs, facts)? {
                 return Ok((batch, loss));
             }
@@ -83,6 +87,16 @@ impl<M: LightningModule> Session<'_, M> {
         self.graphs.report.eager_steps += 1;
         let loss = forward_backward(self, &batch)?;
         Ok((batch, loss))
+    }
+
+    /// A replay has the gradients of a backward pass that nobody calls.
+    fn note_replayed_backward(&mut self, window: Window) {
+        let engine = &mut self.run.engine;
+        let scale = engine.loss_scale.as_ref().map(LossScale::get_scale);
+        if window.opens {
+            engine.of_call.gradients.begin_window();
+        }
+        engine.of_call.gradients.begin_backward(window.closes, scale, None);
     }
 
     /// Runs a step of which the hooks before backward were called already.
