@@ -10,8 +10,8 @@ use voltaic::callback::Callback;
 use voltaic::ffi::is_in_backward;
 use voltaic::module::HookContext;
 use voltaic::nn::{
-    CallInterceptor, Callable, CheckpointStats, Forward, InterceptorLevel, Linear, ModuleExt, Next,
-    Parameter, intercept_calls,
+    CallInterceptor, Callable, CheckpointStats, Forward, InterceptorLevel, Linear, ModuleExt,
+    MultiheadAttention, Next, intercept_calls,
 };
 use voltaic::optim::Sgd;
 use voltaic::trainer::{ActivationCheckpointingConfig, TrainerBuilder};
@@ -225,7 +225,9 @@ impl Callback for Batches {
     }
 
     fn on_after_backward(&mut self, _: &mut HookContext, module: &dyn Module) -> anyhow::Result<()> {
-        assert!(!self.none_stays || module.parameters().iter().all(Parameter::is_away));
+        let named = module.named_parameters().into_iter();
+        let whole: Vec<String> = named.filter(|(_, p)| !p.is_away()).map(|(fqn, _)| fqn).collect();
+        assert!(!self.none_stays || whole.is_empty(), "{whole:?} are whole after backward");
         Ok(())
     }
 }
@@ -287,6 +289,40 @@ fn no_more_than_a_segment_is_whole_in_its_recomputation() {
             let builder = bounded(ranks, folder, NONE).callback(callback).max_epochs(2);
             checkpointed(way, |_| trained(builder, Tower::new(), loaders(24)));
             assert_eq!(most.load(Ordering::Relaxed), layers * layer, "{way:?}");
+        }
+    });
+}
+
+#[derive(Module)]
+struct Attending {
+    input: Linear,
+    attention: MultiheadAttention,
+    out: Linear,
+}
+
+lightning_module!(Attending, Batch, Sgd::new(0.05), |net, (x, y), _| {
+    let x = net.input.call(x)?.unsqueeze(1);
+    Ok((net.out.call(&net.attention.call(&x)?.squeeze_dim(1))? - y).square().mean(Kind::Float))
+});
+
+/// Attention has weights of its own beside those of the layer it ends with, and may be recomputed.
+#[test]
+fn weights_of_attention_do_not_stay_whole_after_backward() {
+    on_ranks("recompute::weights_of_attention_do_not_stay_whole_after_backward", 2, |ranks, folder| {
+        let net = || {
+            numbered(Attending {
+                input: Linear::new(5, 8).unwrap(),
+                attention: MultiheadAttention::new(8, 2).unwrap(),
+                out: Linear::new(8, 3).unwrap(),
+            })
+        };
+        let expected = trained(silent(ranks, "ddp", folder).max_epochs(2), net(), loaders(24));
+        for names in [&[][..], &["MultiheadAttention"], &["Linear"], &["input", "attention"]] {
+            let own = Batches { is_on: Arc::default(), all: true, none_stays: true };
+            let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+            let builder = bounded(ranks, folder, NONE).max_epochs(2).callback(own);
+            let found = trained(builder.activation_checkpointing(names.clone()), net(), loaders(24));
+            assert_same(&format!("{names:?}"), &found, &expected);
         }
     });
 }

@@ -202,7 +202,7 @@ impl fmt::Debug for Next<'_> {
 /// the trainer or [`ModuleHooks::within`](crate::nn::ModuleHooks::within) lends to the thread at that time.
 ///
 /// Within the module its hooks and interceptors run as in any call; of the module itself only those interceptors that were within
-/// the one that asked for this.
+/// the one that asked for this. A strategy that shards weights unshards the module's own for the time.
 #[derive(Debug, Clone)]
 pub struct RecomputeFn {
     module: Reach,
@@ -234,6 +234,9 @@ impl RecomputeFn {
             };
             let mut call = OpenCall::begin(module, true);
             call.chain.retain(|known| self.inner.contains(&known.id));
+            for hooks in &mut call.hooks {
+                hooks.watch(hooks.entries(), module, inputs)?; // weights of its own come and go with its call
+            }
             call.run(module, inputs, &|inputs| (self.code)(module, inputs), Some(self.code))
         })
     }
@@ -365,6 +368,12 @@ impl CallHooks {
         let entries = self.entries();
         let call = self.call(module);
         entries.iter().try_for_each(|entry| entry.forward_pre(&call, inputs))?;
+        self.watch(entries, module, inputs)
+    }
+
+    /// Tells those that follow calls that this one begins; they hear of its end when this is dropped.
+    fn watch(&mut self, entries: Entries, module: &dyn Module, inputs: &[Tensor]) -> anyhow::Result<()> {
+        let call = self.call(module);
         let watch = |entry: &Arc<Entry>| {
             entry.watch(|watcher| watcher.before_forward(&call, inputs)).unwrap_or(Ok(()))
         };

@@ -101,15 +101,15 @@ pub(crate) fn within_call_of<M: Module, const N: usize, const K: usize>(
     }
     let given = inputs.iter().map(|input| input.shallow_clone()).collect();
     let body = |inputs: &[Tensor]| Ok(body(std::array::from_fn(|i| &inputs[i]))?.into());
-    let outputs = dispatch(module, given, call, &body, None).map_err(of_hook)?;
+    let outputs = dispatch(module, given, call, &body, None).map_err(of_call)?;
     outputs.try_into().map_err(|outputs: Vec<Tensor>| {
         let what = format!("{} outputs in place of {K}", outputs.len());
         ModuleError::Hook { problem: Problem::new(what, "give as many as there were") }.into()
     })
 }
 
-/// What hooks report, where the layer's own error is voltaic's.
-fn of_hook(error: anyhow::Error) -> Error {
+/// The error of a call, where the layer's own is voltaic's: that of a hook is one of voltaic's then.
+pub(crate) fn of_call(error: anyhow::Error) -> Error {
     error.downcast().unwrap_or_else(|error| {
         let what = format!("{error:#}");
         ModuleError::Hook { problem: Problem::new(what, "fix the hook, or remove it") }.into()

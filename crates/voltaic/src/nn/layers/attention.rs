@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 use crate::device::Device;
 use crate::error::{ModuleError, Problem, Result};
 use crate::ffi::tensor_id;
-use crate::nn::calls::call::{within_call, within_call_of};
+use crate::nn::calls::call::{of_call, within_call, within_call_of};
 use crate::nn::check::{at_least, divides, empty, probability};
 use crate::nn::functional::scaled_dot_product_attention;
 use crate::nn::init;
@@ -188,9 +188,7 @@ impl MultiheadAttention {
         for input in [query, key, value] {
             self.check(input)?;
         }
-        let Linear { weight, bias, .. } = &self.out_proj;
-        let own = [Some(&self.in_proj_weight), self.in_proj_bias.as_ref(), Some(weight), bias.as_ref()];
-        Parameter::gather_all(own)?;
+        Parameter::gather_all([Some(&self.in_proj_weight), self.in_proj_bias.as_ref()])?;
         let [id, of_key, of_value] = [query, key, value].map(tensor_id);
         let (id, size) = (id?, self.own_dim());
         let input = |input: &Tensor| match self.parallel.get() {
@@ -237,7 +235,7 @@ impl MultiheadAttention {
     fn merge(&self, by_head: &Tensor) -> Result<Tensor> {
         let order = if self.batch_first { [0, 2, 1, 3] } else { [2, 0, 1, 3] };
         let joined = by_head.f_permute(order)?.f_flatten(-2, -1)?;
-        self.out_proj.product(&joined, None)
+        self.out_proj.forward(&joined).map_err(of_call) // a call, so that its weights come and go by themselves
     }
 
     /// Refuses a mask that would mean something else: of as many elements in another order, or of integers, which would be added.
