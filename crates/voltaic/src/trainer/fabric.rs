@@ -22,8 +22,10 @@
 //! Source: `lightning.fabric.Fabric`. `examples/fabric_gpt.rs` is nanoGPT's loop.
 
 use std::cell::Cell;
+use std::collections::HashSet;
 use std::ops::{Deref, DerefMut, Index, IndexMut, Range};
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::Serialize;
@@ -39,7 +41,10 @@ use crate::error::{ConfigError, Error, Result};
 use crate::ffi;
 use crate::logger::Logger;
 use crate::module::{CheckpointRequest, LightningModule, ModuleTensors, StepContext, Training};
-use crate::nn::{Member, Metric, Module, ModuleExt, SyncBatchNorm, set_training};
+use crate::nn::{
+    CallInterceptor, InterceptorHandle, InterceptorLevel, Member, Metric, Module, ModuleExt, Next,
+    SyncBatchNorm, intercept_calls, set_training,
+};
 use crate::optim::{GradientClip, Optimizer, Optimizers};
 use crate::precision::fp8::reduce_amaxes;
 use crate::precision::{AutocastGuard, LossScale, autocast};
@@ -104,7 +109,9 @@ impl FabricBuilder {
         let (plan, run) = self.builder.assemble()?;
         let options = CallOptions { is_own_loop: true, ..CallOptions::default() };
         let seed = Arc::default();
-        Ok(Fabric { plan, run, options, has_module: false, syncs: true, steps_schedules: false, seed })
+        let (is_inside, calls) = (Rc::default(), None);
+        let [has_module, steps_schedules] = [false; 2];
+        Ok(Fabric { plan, run, options, has_module, syncs: true, steps_schedules, seed, is_inside, calls })
     }
 }
 
@@ -123,6 +130,52 @@ pub struct Fabric {
     steps_schedules: bool,
     /// The seed of loaders that have none of their own: of the first that was set up, or of a checkpoint.
     seed: Arc<Mutex<Option<u64>>>,
+    /// In `forward` or `backward`.
+    is_inside: Rc<Cell<bool>>,
+    calls: Option<InterceptorHandle>,
+}
+
+/// Calls of a fabric's module, or of a part of it, outside of [`Fabric::forward`]: they run in its precision, too.
+struct CallsOutside {
+    /// Of the parameters.
+    ids: HashSet<u64>,
+    is_inside: Rc<Cell<bool>>,
+    plan: TrainPlan,
+}
+
+impl CallInterceptor for CallsOutside {
+    fn level(&self) -> InterceptorLevel {
+        InterceptorLevel::Activations // the outermost: a checkpointed segment is run again as it ran
+    }
+
+    fn intercepts(&self, module: &dyn Module) -> bool {
+        !self.is_inside.get()
+            && module.parameters().iter().any(|parameter| self.ids.contains(&parameter.id()))
+    }
+
+    fn call(&self, _: &dyn Module, inputs: &[Tensor], next: &Next) -> anyhow::Result<Vec<Tensor>> {
+        let _inside = Inside::begin(&self.is_inside);
+        let _region = self.plan.enter_precision()?;
+        next.run(inputs)
+    }
+}
+
+/// Calls are in the precision already, until this is dropped.
+struct Inside {
+    is_inside: Rc<Cell<bool>>,
+    before: bool,
+}
+
+impl Inside {
+    fn begin(is_inside: &Rc<Cell<bool>>) -> Self {
+        Self { before: is_inside.replace(true), is_inside: is_inside.clone() }
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        self.is_inside.set(self.before);
+    }
 }
 
 impl Fabric {
@@ -170,6 +223,11 @@ impl Fabric {
                 checkpoint_calls(session.module.as_dyn(), &session.plan.activations)?;
             configure_optimizers(session)
         })?;
+        if self.plan.precision.autocast_dtype().is_some() || self.plan.fp8.is_some() {
+            let ids = module.parameters().iter().map(|parameter| parameter.id()).collect();
+            let calls = CallsOutside { ids, is_inside: self.is_inside.clone(), plan: self.plan.clone() };
+            self.calls = Some(intercept_calls(Rc::new(calls)));
+        }
         Ok((module, optimizers))
     }
 
@@ -189,7 +247,8 @@ impl Fabric {
     }
 
     /// Calls the module: `body` runs under the precision's autocast, and a strategy that shards weights gathers those of each layer
-    /// that it calls.
+    /// that it calls. A call of the module or of a layer of it outside, such as `net.call(&x)`, has the same precision; operations that
+    /// are no call have not, see [`Fabric::autocast`].
     ///
     /// # Errors
     /// [`Error::Hook`](crate::Error::Hook) named `forward` if `body` fails or panics.
@@ -209,6 +268,7 @@ impl Fabric {
             checkpoints.calls.refresh(root).map_err(|name| no_module(root, &name))?; // it may lie elsewhere now
         }
         let _region = self.plan.enter_precision()?;
+        let _inside = Inside::begin(&self.is_inside);
         let hooks = self.run.facts.module_hooks.clone();
         let output = guarded(|| hooks.within(module.as_module(), || body(&module.module))?);
         output.map_err(|source| hook_error("forward", &self.run.at.progress, source))
@@ -231,6 +291,7 @@ impl Fabric {
         let _named = collective_scope("backward");
         let Run { engine, at, facts, .. } = &mut self.run;
         let hooks = facts.module_hooks.clone();
+        let _inside = Inside::begin(&self.is_inside);
         engine.backward(loss, self.syncs, Votes::default(), |loss| {
             let run = || {
                 guarded(|| Ok(loss.f_backward()?))

@@ -6,11 +6,12 @@ use tempfile::TempDir;
 use voltaic::checkpoint::Checkpoint;
 use voltaic::data::{DataLoader, DataModule, EpochRange, TensorDataset};
 use voltaic::logger::{CsvLogger, CsvLoggerConfig, Version};
-use voltaic::nn::{CheckpointStats, ModuleExt};
+use voltaic::nn::{Callable, CheckpointStats, Forward, Linear, ModuleExt};
 use voltaic::optim::{AdamW, GradientClip, Sgd};
+use voltaic::precision::autocast_enabled;
 use voltaic::strategy::{DeepSpeedStrategy, StrategyConfig};
 use voltaic::trainer::{ActivationCheckpointing, Fabric, FabricDataLoader, seed_everything};
-use voltaic::{Kind, Tensor};
+use voltaic::{Device, Kind, Module, Tensor};
 
 use crate::ddp::{FOLDER, Net, assert_same, builder, folder_of_parent, loaders, numbers, run_ranks, weights};
 use crate::probe::plays;
@@ -304,4 +305,57 @@ fn a_finished_module_is_whole() {
     of_rank_1.retain(|(name, _)| name != "seen");
     assert_same(&of_rank_1, &expected);
     assert!(folder.path().join("weights.ckpt").exists());
+}
+
+#[derive(Module)]
+struct Pair {
+    first: Linear,
+    second: Linear,
+}
+
+impl Pair {
+    fn new() -> Self {
+        let net = Self { first: Linear::new(5, 16).unwrap(), second: Linear::new(16, 3).unwrap() };
+        crate::ddp::numbered(&net);
+        net
+    }
+}
+
+impl Forward for Pair {
+    fn forward(&self, x: &Tensor) -> anyhow::Result<Tensor> {
+        self.second.call(&self.first.call(x)?.f_relu()?)
+    }
+}
+
+/// A call of the module, or of a layer, outside of `forward` has the fabric's precision; other modules have their own.
+#[test]
+fn calls_outside_of_forward_are_in_the_precision() {
+    let _rng = crate::rng::seeded(0);
+    for activations in ["[]", r#"["first"]"#] {
+        let fabric = Fabric::builder().accelerator("cpu").precision("bf16-mixed");
+        let checkpoints: ActivationCheckpointing = serde_json::from_str(activations).unwrap();
+        let mut fabric = fabric.activation_checkpointing(checkpoints).launch().unwrap();
+        let (net, mut optimizers) = fabric.setup(Pair::new(), Sgd::new(0.1)).unwrap();
+        let other = Pair::new();
+        let x = numbers(&[4, 5], 0.0);
+        let within = fabric.forward(&net, |net| net.call(&x)).unwrap();
+        let mut grads = |fabric: &mut Fabric, out: &Tensor| {
+            optimizers.zero_grad().unwrap();
+            fabric.backward(&net, &out.square().mean(Kind::Float)).unwrap();
+            net.parameters().iter().map(|parameter| parameter.grad().copy()).collect::<Vec<_>>()
+        };
+        let expected = grads(&mut fabric, &within);
+        let outside = net.call(&x).unwrap();
+        assert_eq!((within.kind(), outside.kind()), (Kind::BFloat16, Kind::BFloat16));
+        assert!(outside.equal(&within) && grads(&mut fabric, &outside) == expected, "{activations}");
+        assert_eq!(net.first.call(&x).unwrap().kind(), Kind::BFloat16);
+        assert_eq!(other.call(&x).unwrap().kind(), Kind::Float);
+        let plain = fabric.forward(&net, |net| {
+            let _off = autocast_enabled(Device::Cpu, Kind::BFloat16, false)?;
+            net.call(&x)
+        });
+        assert_eq!(plain.unwrap().kind(), Kind::Float, "forward's body decides for itself");
+        drop(fabric);
+        assert_eq!(net.call(&x).unwrap().kind(), Kind::Float);
+    }
 }
