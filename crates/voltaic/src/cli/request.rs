@@ -28,6 +28,9 @@ pub enum Verb {
 }
 
 impl Verb {
+    pub(super) const ALL: [Self; 6] =
+        [Self::Fit, Self::Validate, Self::Test, Self::Predict, Self::Generate, Self::Quantize];
+
     /// As typed: `fit`, `validate`, `test`, `predict`, `generate` or `quantize`.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -41,8 +44,7 @@ impl Verb {
     }
 
     pub(super) fn parse(text: &str) -> Option<Self> {
-        let all = [Self::Fit, Self::Validate, Self::Test, Self::Predict, Self::Generate, Self::Quantize];
-        all.into_iter().find(|verb| verb.as_str() == text)
+        Self::ALL.into_iter().find(|verb| verb.as_str() == text)
     }
 }
 

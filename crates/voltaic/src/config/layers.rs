@@ -1,5 +1,6 @@
 //! The layers of a configuration, from their sources to one typed value.
 
+use std::collections::HashSet;
 use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
@@ -16,8 +17,9 @@ use super::dropped::{Left, Moved};
 use super::emit::{to_commented_yaml, to_yaml};
 use super::file::{PipeLimits, read_file_or_pipe};
 use super::home::expand_home;
+use super::interpolate::interpolate;
 use super::merge::{Remarks, merge};
-use super::node::{Node, Origin, Origins};
+use super::node::{Data, Node, Origin, Origins};
 use super::schema::{View, spread};
 use super::suggest::nearest;
 use super::yaml;
@@ -42,6 +44,8 @@ pub struct Layers {
     remarks: Remarks,
     /// Sources that could not be read at all; with them, later checks would complain of what is not there.
     unreadable: Vec<ConfigProblem>,
+    /// Files may have sections of these names, of which the first is the one that counts.
+    sections: Vec<String>,
 }
 
 /// A typed configuration and where each of its values was set.
@@ -156,12 +160,20 @@ impl Layers {
         let mut tree = Node::map(Origin::Default);
         let view = View::new(&schema);
         fill(&mut tree, &view, view.default);
-        Self { schema, tree, remarks: Remarks::default(), unreadable: Vec::new() }
+        Self { schema, tree, remarks: Remarks::default(), unreadable: Vec::new(), sections: Vec::new() }
     }
 
     /// The JSON schema.
     pub fn schema(&self) -> &Value {
         &self.schema
+    }
+
+    /// Of files with a section for each verb (`fit: {trainer: ..}`, as LightningCLI writes them), takes the section `own`, over the keys
+    /// beside the sections, and leaves the `others`.
+    pub fn with_sections<'a>(mut self, own: &'a str, others: impl IntoIterator<Item = &'a str>) -> Self {
+        let names = std::iter::once(own).chain(others.into_iter().filter(|other| *other != own));
+        self.sections = names.map(str::to_owned).collect();
+        self
     }
 
     /// Adds a YAML file, or what a pipe gives.
@@ -189,7 +201,12 @@ impl Layers {
     /// Adds YAML text; `name` stands for the file in origins.
     pub fn text(&mut self, name: &str, yaml: &str) {
         match yaml::read(yaml, name) {
-            Ok(node) => merge(&mut self.tree, node, &View::new(&self.schema), "", &mut self.remarks),
+            Ok(mut node) => {
+                let own = self.take_sections(&mut node);
+                for node in std::iter::once(node).chain(own) {
+                    merge(&mut self.tree, node, &View::new(&self.schema), "", &mut self.remarks);
+                }
+            }
             Err(problem) => self.unreadable.push(*problem),
         }
     }
@@ -214,9 +231,55 @@ impl Layers {
         }
     }
 
-    /// Adds one option of the command line.
+    /// Takes the sections of verbs out of a file, and gives the one that counts.
+    fn take_sections(&self, node: &mut Node) -> Option<Node> {
+        let Data::Map(entries) = &mut node.data else { return None };
+        let mut sections = self.sections.iter().map(|name| {
+            let is_section = entries.get(name).is_some_and(|section| section.entries().is_some());
+            if is_section { entries.shift_remove(name) } else { None }
+        });
+        let own = sections.next().flatten();
+        sections.for_each(drop);
+        own
+    }
+
+    /// Adds one option of the command line. The value of a section may be a YAML file: `--trainer=trainer.yaml`.
     pub fn assign(&mut self, assignment: &Assignment) {
+        let path =
+            assignment.value.as_deref().filter(|text| text.ends_with(".yaml") || text.ends_with(".yml"));
+        let is_section = !assignment.key.contains('.') && !assignment.appends;
+        let place = View::new(&self.schema).child(&assignment.key).filter(|_| is_section);
+        if let (Some(path), Some(place)) = (path, place)
+            && place.allows("object")
+        {
+            return self.section(&assignment.key, &expand_home(path));
+        }
         apply(&mut self.tree, assignment, &Origin::CommandLine, &View::new(&self.schema), &mut self.remarks);
+    }
+
+    /// Adds a YAML file with one section.
+    fn section(&mut self, key: &str, path: &Path) {
+        let name = path.display().to_string();
+        let read = read_file_or_pipe(path, MAX_FILE, PATIENCE).and_then(|bytes| {
+            String::from_utf8(bytes).map_err(|error| std::io::Error::new(ErrorKind::InvalidData, error))
+        });
+        let read = match read {
+            Ok(text) => yaml::read(&text, &name).map_err(|problem| *problem),
+            Err(error) => Err(ConfigProblem {
+                key: key.to_owned(),
+                origin: Origin::CommandLine.to_string(),
+                problem: Problem::new(format!("cannot read {name}: {error}"), "check the path"),
+            }),
+        };
+        match read {
+            Ok(node) => {
+                let mut tree = Node::map(node.origin.clone());
+                let origin = node.origin.clone();
+                tree.child(key, &origin).into_iter().for_each(|slot| *slot = node.clone());
+                merge(&mut self.tree, tree, &View::new(&self.schema), "", &mut self.remarks);
+            }
+            Err(problem) => self.unreadable.push(problem),
+        }
     }
 
     /// The merged tree with all defaults, checked against the schema.
@@ -238,13 +301,15 @@ impl Layers {
             return Err(ConfigError { problems: self.unreadable.clone() });
         }
         let view = View::new(&self.schema);
-        let mut tree = self.filled();
+        let (mut tree, unresolved) = self.filled();
         let mut problems = self.remarks.problems.clone();
         let mut unusable: Vec<String> = problems.iter().map(|problem| problem.key.clone()).collect();
         let mut dropped = Vec::new();
         let origins = tree.origins();
         let Checked { problems: found, more_unknown, more } = check(&tree, &view);
-        for Found { key, problem } in found {
+        let is_unresolved: HashSet<String> = unresolved.iter().map(|found| found.key.clone()).collect();
+        let found = found.into_iter().filter(|found| !is_unresolved.contains(&found.key));
+        for Found { key, problem } in unresolved.into_iter().chain(found) {
             dropped.push(key);
             problems.push(problem);
         }
@@ -280,7 +345,7 @@ impl Layers {
 
     /// The merged tree as it stands, with defaults, checked or not: for help that depends on the classes chosen.
     pub(crate) fn preview(&self) -> Value {
-        self.filled().to_value()
+        self.filled().0.to_value()
     }
 
     /// The configuration as YAML.
@@ -290,7 +355,7 @@ impl Layers {
     pub fn print_config(&self, print: PrintConfig) -> Result<String, ConfigError> {
         self.resolve()?;
         let view = View::new(&self.schema);
-        let tree = self.filled();
+        let (tree, _) = self.filled();
         let tree = if print.skip_default {
             prune(&tree, &view, view.default).unwrap_or_else(|| Node::map(Origin::Default))
         } else {
@@ -300,11 +365,14 @@ impl Layers {
         Ok(if print.comments { to_commented_yaml(&value, &view) } else { to_yaml(&value) })
     }
 
-    fn filled(&self) -> Node {
+    /// The tree with defaults and with what its values refer to, and what has no value.
+    fn filled(&self) -> (Node, Vec<Found>) {
         let view = View::new(&self.schema);
         let mut tree = self.tree.clone();
         fill(&mut tree, &view, view.default);
-        tree
+        let unresolved = interpolate(&mut tree, &view);
+        fill(&mut tree, &view, view.default); // a class may have come
+        (tree, unresolved)
     }
 }
 

@@ -133,6 +133,25 @@ pub(super) fn append(target: &mut Node, incoming: Node, view: &View<'_>, key: &s
 
 /// Turns the short forms of a class, and a number where only text may stand, into the long ones.
 fn expand(incoming: Node, view: &View<'_>) -> Node {
+    /// A boolean or integer in the words of YAML 1.1, which PyYAML reads, where text cannot stand.
+    fn of_yaml_1_1(text: &str, view: &View<'_>) -> Option<Value> {
+        if view.allows_free_text() {
+            return None;
+        }
+        match text {
+            "on" | "On" | "ON" | "yes" | "Yes" | "YES" if view.allows("boolean") => {
+                return Some(Value::Bool(true));
+            }
+            "off" | "Off" | "OFF" | "no" | "No" | "NO" if view.allows("boolean") => {
+                return Some(Value::Bool(false));
+            }
+            _ => {}
+        }
+        let is_grouped = text.contains('_') && !text.starts_with('_') && !text.ends_with('_');
+        let is_number = view.allows("integer") || view.allows("number");
+        text.replace('_', "").parse::<i64>().ok().filter(|_| is_grouped && is_number).map(Value::from)
+    }
+
     let origin = incoming.origin.clone();
     match incoming.data {
         Data::Scalar { value: Value::String(ref name), .. } => {
@@ -145,6 +164,9 @@ fn expand(incoming: Node, view: &View<'_>) -> Node {
                 let name = view.class(name).map_or_else(|| name.clone(), |class| class.name.to_owned());
                 let class = Node::scalar(Value::String(name), origin.clone());
                 return Node { origin, data: Data::Map(IndexMap::from([("class_path".to_owned(), class)])) };
+            }
+            if let Some(value) = of_yaml_1_1(name, view) {
+                return Node::scalar(value, origin);
             }
             // `callbacks=EarlyStopping` for a list of one.
             if view.allows("array") && !view.item(0).classes().is_empty() {

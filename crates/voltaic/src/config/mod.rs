@@ -5,7 +5,9 @@
 //! only truth: its doc comments are the help, its `Default` is the default, and its fields are the keys. A field that
 //! should accept an old name needs that name in its schema; `#[serde(alias)]` is invisible there.
 //!
-//! Text that begins with `~/` is a path: `$HOME` takes the place of `~`.
+//! Text that begins with `~/` is a path: `$HOME` takes the place of `~`. `${oc.env:NAME,default}` stands for a variable of the environment, and
+//! `${trainer.max_epochs}` for the value of another key, alone or within a text, as in OmegaConf; `\${` is text. What has no value, such
+//! as `???`, is an error. Booleans and integers may be written as in YAML 1.1: `off`, `yes`, `10_000`.
 //!
 //! A struct may say why it lacks a key that its users will look for, with
 //! `#[schemars(extend("x-refused" = json!({"key": {"what": "what is wrong", "remedy": "how to fix it"}})))]`. Null stands there for a key not given.
@@ -45,6 +47,7 @@ mod dropped;
 mod emit;
 mod file;
 mod home;
+mod interpolate;
 mod json;
 mod keys;
 mod layers;

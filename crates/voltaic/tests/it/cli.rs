@@ -250,6 +250,45 @@ fn a_run_gets_its_configuration_from_all_layers() {
     assert_eq!((again.code, again.log), (0, ended.log));
 }
 
+/// A file per section, a section per verb, values that refer to others, and the words of YAML 1.1.
+#[test]
+fn files_are_read_as_lightnings_command_line_reads_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let write = |name: &str, text: &str| {
+        std::fs::write(path(name), text).unwrap();
+        path(name)
+    };
+    let trainer = write("trainer.yaml", "max_epochs: ${model.init_args.width}\n");
+    let model = write("model.yml", "class_path: Net\ninit_args: {width: 1_0}\n");
+    let data = write("data.yml", "Digits\n");
+    let options = [format!("--trainer={trainer}"), format!("--model={model}"), "--data=Digits".to_owned()];
+    let ended = run(&["fit", &options[0], &options[1], &options[2], "--data.batch_size=3"]);
+    assert_eq!((ended.code, ended.err.as_str()), (0, ""));
+    assert_eq!(ended.log[1], "fit width 10 batch 3 epochs 10 ckpt None");
+
+    let sections = "seed_everything: 3\n\
+        validate: {ckpt_path: best, trainer: {max_epochs: 1}}\n\
+        fit: {trainer: {max_epochs: '${oc.env:VOLTAIC_NO_SUCH,4}'}, model: Net, data: {class_path: Digits, init_args: {batch_size: 5}}}\n";
+    let sections = write("sections.yaml", sections);
+    let ended = run(&["fit", "--config", &sections, "--model.width=2"]);
+    assert_eq!((ended.code, ended.err.as_str()), (0, ""));
+    assert_eq!(ended.log[..2], ["seed 3", "fit width 2 batch 5 epochs 4 ckpt None"]);
+
+    for (arguments, expected) in [
+        (vec!["fit", "--trainer=none.yaml"], "trainer (from command line): cannot read none.yaml"),
+        (vec!["fit", "--data", &data], "data.yml:1): the top level is not a mapping"),
+        (vec!["fit", "--trainer.max_epochs=???"], "trainer.max_epochs (from command line): `???` stands for"),
+        (
+            vec!["fit", "--model.width=${data.size}"],
+            "model.width (from command line): `${data.size}`: there is no key",
+        ),
+    ] {
+        let ended = run(&arguments);
+        assert!(ended.code == 2 && ended.err.contains(expected), "{arguments:?}: {}", ended.err);
+    }
+}
+
 #[test]
 fn a_single_registered_model_needs_no_name() {
     let ended = run(&["fit", "--model.width=3", "--data=Digits"]);

@@ -7,7 +7,7 @@ use crate::cli::console::Console;
 use crate::cli::help::run_help;
 use crate::cli::outcome::{Failure, config_error};
 use crate::cli::registry::Registry;
-use crate::cli::request::RunRequest;
+use crate::cli::request::{RunRequest, Verb};
 use crate::config::{Layers, PrintConfig};
 use crate::error::ConfigProblem;
 
@@ -21,7 +21,8 @@ pub(in crate::cli) fn run(
     variables: Vec<(String, String)>,
     console: &mut Console<'_>,
 ) -> Result<(), Failure> {
-    let mut layers = Layers::new(registry.schema());
+    let verbs = Verb::ALL.map(Verb::as_str);
+    let mut layers = Layers::new(registry.schema()).with_sections(arguments.verb.as_str(), verbs);
     for path in arguments.config.iter().chain(&config_beside_checkpoint(arguments)) {
         layers.file(path);
     }
