@@ -132,6 +132,7 @@ fn training_of(
         grad_scaler: scaler_of(file)?,
         loss_scaler: None,
         gradients: None,
+        window: None,
         data: None,
         module: Json::Null,
         module_on_device: Vec::new(),

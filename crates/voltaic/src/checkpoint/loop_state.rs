@@ -16,6 +16,16 @@ pub(crate) struct SavedGradients {
     pub unscaled: Vec<Option<bool>>,
 }
 
+/// An accumulation window of which some batches are done, but not all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct OpenWindow {
+    /// Batches whose gradients make one step. The loss of each is divided by it.
+    pub size: u64,
+    /// Those that are done.
+    pub done: u64,
+}
+
 /// The part of the training state that is not tensors.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -44,6 +54,9 @@ pub(crate) struct LoopState {
     /// What is known of the gradients, with manual optimization.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gradients: Option<SavedGradients>,
+    /// There with automatic optimization if an accumulation window is open. Files of earlier versions lack it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub window: Option<OpenWindow>,
     /// State of the data module, if it has some.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<Value>,

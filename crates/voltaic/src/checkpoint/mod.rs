@@ -49,7 +49,7 @@ pub use io::{CheckpointIo, FileCheckpointIo, HpuCheckpointIo};
 pub use lightning::{Converted, from_lightning, state_dict, to_lightning};
 pub(crate) use load::{export_weights, peek, peek_whole, read_within};
 pub use load::{read, read_weights};
-pub(crate) use loop_state::{LoopState, SavedGradients};
+pub(crate) use loop_state::{LoopState, OpenWindow, SavedGradients};
 pub(crate) use masters::{MASTER, exact, parameter_of, use_master_weights};
 pub use progress::Progress;
 pub use shards::divide::write_folder;

@@ -1,17 +1,20 @@
 //! Runs that go on with batches of another size, from a file of any batch.
 
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use tempfile::TempDir;
 use voltaic::callback::{GradientAccumulationScheduler, LambdaCallback};
+use voltaic::checkpoint::Checkpoint;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::module::{LightningModule, StepContext};
-use voltaic::nn::{Forward, Linear};
+use voltaic::nn::{Forward, Linear, ModuleExt};
 use voltaic::optim::{ExponentialLr, LrSchedulerSpec, Optimizers, Sgd};
 use voltaic::trainer::TrainerBuilder;
 use voltaic::{Kind, Module, Tensor};
 
 use crate::checkpoints::{full_checkpoint, resumed};
+use crate::compare::assert_same;
 use crate::probe::silent;
 use crate::rng::seeded;
 
@@ -53,39 +56,93 @@ fn loaders(batch_size: usize) -> Loaders<Batch> {
         .train(DataLoader::new(TensorDataset::new((x, y)).unwrap()).batch_size(batch_size).build().unwrap())
 }
 
-/// Batches of the first epoch that a run of two epochs trains, from a file of batch `at` of 4, and its last learning rate.
-fn go_on<M: LightningModule<Batch = Batch>>(
-    make: impl Fn() -> M,
-    at: usize,
-    batch_size: usize,
-    build: fn(TrainerBuilder) -> TrainerBuilder,
-) -> (usize, f64) {
-    let folder = TempDir::new().unwrap();
+fn net() -> Net {
+    Net { layer: Linear::new(5, 3).unwrap() }
+}
+
+type Build = dyn Fn(TrainerBuilder) -> TrainerBuilder;
+
+fn builder(folder: &TempDir) -> TrainerBuilder {
+    silent().accelerator("cpu").default_root_dir(folder.path())
+}
+
+/// A file of this batch of an epoch, of a run of so many epochs with batches of 3 samples; and the weights at its end.
+fn saved<M: LightningModule<Batch = Batch>>(
+    mut module: M,
+    folder: &TempDir,
+    (at, max_epochs): ((u64, usize), i64),
+    build: &Build,
+) -> (PathBuf, Vec<(String, Tensor)>) {
     let path = folder.path().join("batch.ckpt");
     let to = path.clone();
     let save = LambdaCallback::new().on_train_batch_end(move |ctx, _| {
-        if ctx.batch_idx() == at {
+        if (ctx.current_epoch(), ctx.batch_idx()) == at {
             ctx.request_checkpoint(full_checkpoint(to.clone()));
         }
         Ok(())
     });
-    let builder = || silent().default_root_dir(folder.path());
-    builder().callback(save).max_epochs(1).build().unwrap().fit(&mut make(), &mut loaders(3)).unwrap();
-    let seen = Arc::new(Mutex::new((0, 0.0)));
-    let own = seen.clone();
-    let watch = LambdaCallback::new().on_train_batch_end(move |ctx, _| {
-        let mut seen = own.lock().unwrap();
-        seen.0 += usize::from(ctx.current_epoch() == 0);
-        Ok(())
-    });
-    let own = seen.clone();
-    let watch = watch.on_train_end(move |ctx, _| {
-        own.lock().unwrap().1 = ctx.optimizers()[0].param_groups()[0].lr;
-        Ok(())
-    });
-    let mut trainer = resumed(build(builder().callback(watch).max_epochs(2)), Some(&path));
-    trainer.fit(&mut make(), &mut loaders(batch_size)).unwrap();
-    *seen.lock().unwrap()
+    let builder = build(builder(folder)).callback(save).max_epochs(max_epochs);
+    builder.build().unwrap().fit(&mut module, &mut loaders(3)).unwrap();
+    (path, module.state_dict())
+}
+
+/// What a run does from a file on.
+#[derive(Debug, Default)]
+struct Seen {
+    /// Batches of the first epoch.
+    of_first: usize,
+    batches: usize,
+    global_step: u64,
+    /// The batches, from 1, with a step.
+    steps: Vec<usize>,
+    /// The last learning rate.
+    lr: f64,
+}
+
+/// Goes on to the end of the second epoch.
+fn resume<M: LightningModule<Batch = Batch>>(
+    mut module: M,
+    path: &Path,
+    batch_size: usize,
+    builder: TrainerBuilder,
+) -> Seen {
+    let seen = Arc::new(Mutex::new(Seen::default()));
+    let [begin, own, end] = [(); 3].map(|()| seen.clone());
+    let watch = LambdaCallback::new()
+        .on_train_start(move |ctx, _| {
+            begin.lock().unwrap().global_step = ctx.global_step();
+            Ok(())
+        })
+        .on_train_batch_end(move |ctx, _| {
+            let mut seen = own.lock().unwrap();
+            seen.of_first += usize::from(ctx.current_epoch() == 0);
+            seen.batches += 1;
+            if ctx.global_step() > seen.global_step {
+                let batch = seen.batches;
+                seen.steps.push(batch);
+            }
+            seen.global_step = ctx.global_step();
+            Ok(())
+        })
+        .on_train_end(move |ctx, _| {
+            end.lock().unwrap().lr = ctx.optimizers()[0].param_groups()[0].lr;
+            Ok(())
+        });
+    let mut trainer = resumed(builder.callback(watch).max_epochs(2), Some(path));
+    trainer.fit(&mut module, &mut loaders(batch_size)).unwrap();
+    std::mem::take(&mut *seen.lock().unwrap())
+}
+
+/// From a file of batch `at` of 4 of the first epoch.
+fn go_on<M: LightningModule<Batch = Batch>>(
+    make: fn() -> M,
+    at: usize,
+    batch_size: usize,
+    (from, to): (&Build, &Build),
+) -> Seen {
+    let folder = TempDir::new().unwrap();
+    let (path, _) = saved(make(), &folder, ((0, at), 1), from);
+    resume(make(), &path, batch_size, to(builder(&folder)))
 }
 
 /// Samples that were seen are not trained again, and an epoch steps its schedules once: a file of its last batch has that step.
@@ -94,7 +151,7 @@ fn an_epoch_ends_once_whatever_its_batches() {
     let _rng = seeded(5);
     for at in 0..4 {
         for batch_size in [1, 2, 3, 4, 6] {
-            let (batches, lr) = go_on(|| Net { layer: Linear::new(5, 3).unwrap() }, at, batch_size, |it| it);
+            let Seen { of_first: batches, lr, .. } = go_on(net, at, batch_size, (&|it| it, &|it| it));
             let left = 12 - (3 * (at + 1)).next_multiple_of(batch_size);
             let expected = if at == 3 { 0 } else { (left / batch_size).max(1) };
             assert_eq!(batches, expected, "after batch {at}, with batches of {batch_size}");
@@ -107,32 +164,79 @@ fn an_epoch_ends_once_whatever_its_batches() {
 #[test]
 fn manual_optimization_goes_on_with_other_batches() {
     let _rng = seeded(5);
-    let (batches, _) = go_on(|| Manual { layer: Linear::new(5, 3).unwrap() }, 1, 2, |it| it);
-    assert_eq!(batches, 3);
+    let manual = || Manual { layer: Linear::new(5, 3).unwrap() };
+    assert_eq!(go_on(manual, 1, 2, (&|it| it, &|it| it)).of_first, 3);
 }
 
-/// Gradients of an open window are continued or refused, never dropped.
+/// Windows of so many batches, by the trainer's key and by a callback.
+fn windows(size: u64) -> [Box<Build>; 2] {
+    let scheduler = move || GradientAccumulationScheduler::new([(0, size)]).unwrap();
+    [
+        Box::new(move |builder| builder.accumulate_grad_batches(size)),
+        Box::new(move |builder| builder.callback(scheduler())),
+    ]
+}
+
+/// Gradients of an open window were divided by its size: those of a window of another size cannot be added to them. Two batches are done.
 #[test]
-fn an_open_window_that_another_run_does_not_have_is_refused() {
+fn an_open_window_of_another_size_is_refused() {
     let _rng = seeded(5);
-    let folder = TempDir::new().unwrap();
-    let path = folder.path().join("open.ckpt");
-    let to = path.clone();
-    let save = LambdaCallback::new().on_train_batch_end(move |ctx, _| {
-        if ctx.batch_idx() == 1 {
-            ctx.request_checkpoint(full_checkpoint(to.clone()));
+    for (size, own) in [(3, 1), (3, 2), (3, 4), (4, 3)] {
+        for from in windows(size) {
+            let folder = TempDir::new().unwrap();
+            let (path, _) = saved(net(), &folder, ((0, 1), 1), &from);
+            let fit = |build: &Build, path: &Path| {
+                resumed(build(builder(&folder)).max_epochs(1), Some(path)).fit(&mut net(), &mut loaders(3))
+            };
+            for build in windows(own) {
+                let error = fit(&build, &path).unwrap_err().to_string();
+                let words = format!("an open accumulation window of {size} batches");
+                let key = format!("trainer.accumulate_grad_batches: {own}, but ");
+                assert!(error.contains(&key) && error.contains(&words), "{size} {own}: {error}");
+            }
+            windows(size).iter().for_each(|build| fit(build, &path).unwrap());
+            // files of earlier versions do not tell
+            let mut file = Checkpoint::load(&path).unwrap();
+            let state = file.training.as_mut().unwrap().json.as_object_mut().unwrap();
+            assert_eq!(state.remove("window").unwrap(), serde_json::json!({"size": size, "done": 2}));
+            file.save(&path).unwrap();
+            windows(size).iter().for_each(|build| fit(build, &path).unwrap());
         }
-        Ok(())
-    });
-    let net = || Net { layer: Linear::new(5, 3).unwrap() };
-    let builder =
-        |window: u64| silent().default_root_dir(folder.path()).accumulate_grad_batches(window).max_epochs(1);
-    builder(3).callback(save).build().unwrap().fit(&mut net(), &mut loaders(3)).unwrap();
-    resumed(builder(3), Some(&path)).fit(&mut net(), &mut loaders(3)).unwrap();
-    for window in [1, 2] {
-        let error = resumed(builder(window), Some(&path)).fit(&mut net(), &mut loaders(3)).unwrap_err();
-        let error = error.to_string();
-        assert!(error.contains("at its batch 2 no window of this run is open"), "{window}: {error}");
+    }
+}
+
+fn window_of_three(strategy: &'static str) -> impl Fn(TrainerBuilder) -> TrainerBuilder {
+    move |builder| builder.strategy(strategy).accumulate_grad_batches(3_u64)
+}
+
+/// Windows of DeepSpeed go on over epochs, here of 4 batches in windows of 3: at the same batch another part of a window is done.
+#[test]
+fn windows_over_epochs_are_no_windows_of_an_epoch() {
+    let _rng = seeded(5);
+    let (deepspeed, own) = ("deepspeed_stage_1", "auto");
+    for (from, to, at, refused) in [
+        (deepspeed, own, (1, 0), "(2 of 3 batches), and at its batch 1 the window of this run has 1 "),
+        (own, deepspeed, (1, 0), "(1 of 3 batches), and at its batch 1 the window of this run has 2 "),
+        (deepspeed, own, (0, 3), "(1 of 3 batches), and at its batch 4 no window of this run is open"),
+        (deepspeed, deepspeed, (0, 3), ""),
+        (deepspeed, deepspeed, (1, 0), ""),
+        (own, own, (1, 0), ""),
+    ] {
+        let folder = TempDir::new().unwrap();
+        let (path, whole) = saved(net(), &folder, (at, 3), &window_of_three(from));
+        let mut net = net();
+        let mut trainer = resumed(window_of_three(to)(builder(&folder)).max_epochs(3), Some(&path));
+        let done = trainer.fit(&mut net, &mut loaders(3));
+        match refused {
+            "" => {
+                done.unwrap();
+                assert_same(to, &net.state_dict(), &whole);
+            }
+            _ => {
+                let error = done.unwrap_err().to_string();
+                assert!(error.contains(refused), "{from} to {to}: {error}");
+            }
+        }
     }
 }
 
@@ -140,11 +244,6 @@ fn an_open_window_that_another_run_does_not_have_is_refused() {
 #[test]
 fn a_scheduled_window_is_begun_with() {
     let _rng = seeded(5);
-    let (batches, _) = go_on(
-        || Net { layer: Linear::new(5, 3).unwrap() },
-        1,
-        1,
-        |builder| builder.callback(GradientAccumulationScheduler::new([(0, 4)]).unwrap()),
-    );
-    assert_eq!(batches, 4, "from batch 8 of 12");
+    let [_, scheduled] = windows(4);
+    assert_eq!(go_on(net, 1, 1, (&|it| it, &scheduled)).of_first, 4, "from batch 8 of 12");
 }

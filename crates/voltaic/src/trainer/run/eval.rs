@@ -26,7 +26,7 @@ pub(crate) struct EvalLoaders<'a, B: Batch> {
 impl<M: LightningModule> Session<'_, M> {
     /// Validates within fit and gives the metrics to the loggers.
     pub(crate) fn validate_in_fit(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
-        let is_open = self.is_window_open() || self.run.engine.of_call.gradients.are_open();
+        let is_open = self.open_window().is_some() || self.run.engine.of_call.gradients.are_open();
         if !is_open {
             self.module_method("on_validation_model_zero_grad", |module| {
                 module.on_validation_model_zero_grad()
@@ -273,7 +273,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// window, the one to come.
     fn eval_step(&self) -> u64 {
         let steps = self.run.at.progress.batches_that_stepped;
-        let follows_step = self.run.at.stage == Stage::Fit && !self.is_window_open();
+        let follows_step = self.run.at.stage == Stage::Fit && self.open_window().is_none();
         if follows_step { steps.saturating_sub(1) } else { steps }
     }
 

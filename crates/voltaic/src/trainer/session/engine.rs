@@ -6,6 +6,7 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
+use crate::checkpoint::OpenWindow;
 use crate::distributed::Signals;
 use crate::error::{Error, Result};
 use crate::ffi::AnomalyWatch;
@@ -30,10 +31,8 @@ pub(crate) struct Engine {
 #[derive(Default)]
 pub(crate) struct OfCall {
     pub gradients: Gradients,
-    /// A checkpoint held gradients of an open accumulation window; until the first batch.
-    pub has_restored_grads: bool,
-    /// A checkpoint was of batches of another size; until the first batch, which begins a window.
-    pub begins_window: bool,
+    /// There in a resumed call until its first batch.
+    pub restored: Option<Restored>,
     /// There with `detect_anomaly`.
     pub anomaly: Option<AnomalyWatch>,
     /// Parameters that a manual step has switched, with what they required before.
@@ -48,6 +47,17 @@ pub(crate) struct OfCall {
     pub signals: Option<Signals>,
     /// Why this rank could not write what it keeps for all, until all ranks know.
     pub failure: Option<Error>,
+}
+
+/// What the accumulation window of the first batch depends on, of a checkpoint.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Restored {
+    /// It has gradients of an open window. All ranks have the same value.
+    pub has_grads: bool,
+    /// That window, if the checkpoint tells.
+    pub window: Option<OpenWindow>,
+    /// It is of batches of another size: the first batch begins a window.
+    pub has_other_batches: bool,
 }
 
 /// The calls that are checkpointed, until this is dropped.

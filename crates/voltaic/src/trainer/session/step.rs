@@ -2,6 +2,7 @@
 
 use tch::Tensor;
 
+use crate::checkpoint::OpenWindow;
 use crate::data::{Batch, BatchIter};
 use crate::distributed::collective_scope;
 use crate::error::Result;
@@ -210,11 +211,12 @@ impl<M: LightningModule> Session<'_, M> {
         }
     }
 
-    /// Whether the last training batch has left an accumulation window open.
-    pub(crate) fn is_window_open(&self) -> bool {
+    /// The accumulation window that the last training batch has left open.
+    pub(crate) fn open_window(&self) -> Option<OpenWindow> {
+        let size = self.accumulate_grad_batches;
+        let done = self.batches_of_windows() % size;
         let has_batches_left = self.run.at.progress.has_batches_left(self.run.facts.num_training_batches);
-        !self.batches_of_windows().is_multiple_of(self.accumulate_grad_batches)
-            && (has_batches_left || self.windows_cross_epochs())
+        (done > 0 && (has_batches_left || self.windows_cross_epochs())).then_some(OpenWindow { size, done })
     }
 
     /// The batches so far that windows are counted from.

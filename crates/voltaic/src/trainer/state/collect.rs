@@ -129,6 +129,7 @@ fn training_state<M: LightningModule>(session: &Session<M>) -> Result<FitState> 
         grad_scaler: run.engine.loss_scale.as_ref().and_then(|scale| scale.grad_scaler().cloned()),
         loss_scaler: run.engine.loss_scale.as_ref().and_then(|scale| scale.loss_scaler().cloned()),
         gradients: session.run.engine.of_call.gradients.saved().filter(|_| is_manual),
+        window: session.open_window().filter(|_| !is_manual),
         data: None,
         module: Value::Null,
         module_on_device: Vec::new(),
@@ -278,7 +279,7 @@ fn callback_states(callbacks: &[Box<dyn Callback>]) -> Vec<(String, Value)> {
 /// Whether gradients belong to a checkpoint: an accumulation window has begun and is not complete. With manual optimization they
 /// always do: only the module knows which it still needs.
 fn keeps_grads<M: LightningModule>(session: &Session<M>) -> bool {
-    session.is_window_open() || !session.module.automatic_optimization()
+    session.open_window().is_some() || !session.module.automatic_optimization()
 }
 
 fn pending_grads<M: LightningModule>(session: &Session<M>) -> Result<Vec<(String, tch::Tensor)>> {

@@ -10,8 +10,8 @@ use tch::{Kind, Tensor};
 
 use crate::callback::Callback;
 use crate::checkpoint::{
-    Checkpoint, Failures, LoopState, Part, RankState, Unread, exact, grad_name, is_deepspeed, parameter_of,
-    use_master_weights,
+    Checkpoint, Failures, LoopState, OpenWindow, Part, RankState, Unread, exact, grad_name, is_deepspeed,
+    parameter_of, use_master_weights,
 };
 use crate::data::Stage;
 use crate::distributed::World;
@@ -25,6 +25,7 @@ use crate::optim::{OptimizerState, ParamGroup};
 use crate::trainer::config::values::Limit;
 use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::session::agree::agreed;
+use crate::trainer::session::engine::Restored;
 use crate::trainer::session::hooks::{guarded, hook_error, of_callback};
 use crate::trainer::session::session::{Run, Session};
 
@@ -37,8 +38,6 @@ pub(crate) struct Resumed {
     shape: (usize, Option<usize>),
     /// Ranks of the run that has saved it.
     ranks: usize,
-    /// It has gradients of an open accumulation window.
-    has_grads: bool,
 }
 
 /// A checkpoint that a call starts from.
@@ -336,8 +335,10 @@ pub(crate) fn restore_training<M: LightningModule>(
     restore_grads(session, &grads, &path)?;
     let gradients = &mut session.run.engine.of_call.gradients;
     gradients.restore(state.gradients, &session.training.optimizers)?;
-    let has_grads = gradients.has_scaled;
-    session.run.engine.of_call.has_restored_grads = has_grads;
+    // a rank that the saved run did not have may have no gradients
+    let has_grads = gradients.has_scaled || state.window.is_some();
+    session.run.engine.of_call.restored =
+        Some(Restored { has_grads, window: state.window, has_other_batches: false });
     if let Some(own) = &mut session.run.engine.loss_scale {
         own.restore(state.grad_scaler, state.loss_scaler);
     }
@@ -355,7 +356,7 @@ pub(crate) fn restore_training<M: LightningModule>(
         session.run.requests.stop = Some(reason);
     }
     let shape = (state.num_training_batches, state.batch_size);
-    Ok(Resumed { path, rng, shape, ranks, has_grads })
+    Ok(Resumed { path, rng, shape, ranks })
 }
 
 /// The hyper-parameters of each group of each optimizer. With a schedule: the learning rate that it started from, and nothing that it
@@ -555,7 +556,8 @@ impl Resumed {
             return Ok(());
         }
         // with manual optimization there are those that the module has left, which keep their mean over the ranks
-        if self.has_grads && run.facts.automatic_optimization && before.global_batch != now.global_batch {
+        let has_grads = run.engine.of_call.restored.is_some_and(|restored| restored.has_grads);
+        if has_grads && run.facts.automatic_optimization && before.global_batch != now.global_batch {
             let remedy = "keep ranks x batch size, or resume from a checkpoint between accumulation windows";
             return Err(refuse(", and the checkpoint has gradients of an open accumulation window", remedy));
         }
@@ -571,7 +573,9 @@ impl Resumed {
             position * now.global_batch
         );
         run.at.progress.batch_idx = position;
-        run.engine.of_call.begins_window = true; // callbacks may still set another window
+        if let Some(restored) = &mut run.engine.of_call.restored {
+            restored.has_other_batches = true; // callbacks may still set another window
+        }
         Ok(())
     }
 }
@@ -625,30 +629,48 @@ fn window_from(batch: u64, batches: u64, window: u64) -> u64 {
 /// begins a window.
 ///
 /// # Errors
-/// If the checkpoint has gradients of an open window, and there is none here: they would be dropped.
+/// If the checkpoint has gradients of an open window, and this run has another window there, or none.
 pub(crate) fn begin_window<M: LightningModule>(session: &mut Session<M>) -> Result<()> {
-    let of_call = &mut session.run.engine.of_call;
-    let has_grads = std::mem::take(&mut of_call.has_restored_grads);
-    let begins_window = std::mem::take(&mut of_call.begins_window);
+    let Some(restored) = session.run.engine.of_call.restored.take() else { return Ok(()) };
     if !session.module.automatic_optimization() {
         return Ok(());
     }
     let batches = session.run.facts.num_training_batches;
-    if begins_window && session.run.at.progress.has_batches_left(batches) {
+    if restored.has_other_batches && session.run.at.progress.has_batches_left(batches) {
         let batch_idx = &mut session.run.at.progress.batch_idx;
         *batch_idx = window_from(*batch_idx, batches as u64, session.accumulate_grad_batches);
     }
-    if !has_grads || session.is_window_open() {
+    if restored.has_grads { check_window(session, restored.window) } else { Ok(()) }
+}
+
+/// An error if the gradients of an open window, which the checkpoint may tell, are not those of this run's window.
+fn check_window<M: LightningModule>(session: &Session<M>, saved: Option<OpenWindow>) -> Result<()> {
+    let (own, size) = (session.open_window(), session.accumulate_grad_batches);
+    let path = session.run.resumed_from.as_deref().unwrap_or(Path::new("the checkpoint")).display();
+    if let Some(saved) = saved.filter(|saved| saved.size != size) {
+        let what = format!(
+            "{size}, but {path} has gradients of an open accumulation window of {} batches, whose losses were divided by that",
+            saved.size
+        );
+        let remedy = format!(
+            "set {} for this epoch (or by the callback that sets it, such as GradientAccumulationScheduler), or resume from a \
+             checkpoint between windows",
+            saved.size
+        );
+        return Err(ConfigError::new("trainer.accumulate_grad_batches", what, remedy).into());
+    }
+    if own.is_some() && (saved.is_none() || saved == own) {
         return Ok(());
     }
-    let path = session.run.resumed_from.as_deref().unwrap_or(Path::new("the checkpoint"));
+    let done = saved.map(|saved| format!(" ({} of {size} batches)", saved.done)).unwrap_or_default();
+    let has = match own {
+        Some(own) => format!("the window of this run has {} batches", own.done),
+        None => "no window of this run is open".to_owned(),
+    };
+    let (batch, strategy) = (session.run.at.progress.batch_idx, session.run.engine.strategy.name());
     let what = format!(
-        "{} has gradients of an open accumulation window, and at its batch {} no window of this run is open \
-         (accumulate_grad_batches={}, {})",
-        path.display(),
-        session.run.at.progress.batch_idx,
-        session.accumulate_grad_batches,
-        session.run.engine.strategy.name()
+        "{path} has gradients of an open accumulation window{done}, and at its batch {batch} {has} \
+         (accumulate_grad_batches={size}, {strategy})"
     );
     let remedy = "keep accumulate_grad_batches and the kind of strategy (windows of DeepSpeed's go on over epochs), or resume from \
                   a checkpoint between windows";
