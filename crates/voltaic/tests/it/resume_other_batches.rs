@@ -247,3 +247,45 @@ fn a_scheduled_window_is_begun_with() {
     let [_, scheduled] = windows(4);
     assert_eq!(go_on(net, 1, 1, (&|it| it, &scheduled)).of_first, 4, "from batch 8 of 12");
 }
+
+/// DeepSpeed counts batches over epochs: the first batch of another size begins a window, wherever it is in its epoch.
+#[test]
+fn a_window_over_epochs_begins_among_other_batches() {
+    let _rng = seeded(5);
+    let deepspeed = |window: u64| {
+        move |builder: TrainerBuilder| builder.strategy("deepspeed_stage_1").accumulate_grad_batches(window)
+    };
+    // the batch of 4 of 3 samples, windows before and after; batches of 2 that are left of the first epoch, and those with a step
+    for (at, from, to, left, steps) in [
+        (2, 3, 3, 1, vec![3, 6]),
+        (2, 3, 2, 1, vec![2, 4, 6]),
+        (1, 2, 4, 3, vec![4, 8]),
+        (3, 4, 3, 0, vec![3, 6]),
+    ] {
+        let seen = go_on(net, at, 2, (&deepspeed(from), &deepspeed(to)));
+        assert_eq!(
+            (seen.of_first, seen.steps),
+            (left, steps),
+            "after batch {at}, windows of {from} and {to}"
+        );
+    }
+}
+
+/// Also at the end of an epoch gradients of an open window are those of the same batches only.
+#[test]
+fn a_window_over_epochs_is_one_of_the_same_batches() {
+    let _rng = seeded(5);
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("end.ckpt");
+    let to = path.clone();
+    let save = LambdaCallback::new().on_train_epoch_end(move |ctx, _| {
+        ctx.request_checkpoint(full_checkpoint(to.clone()));
+        Ok(())
+    });
+    let builder = || window_of_three("deepspeed_stage_1")(builder(&folder));
+    builder().callback(save).max_epochs(1).build().unwrap().fit(&mut net(), &mut loaders(3)).unwrap();
+    let fit = |size| resumed(builder().max_epochs(2), Some(&path)).fit(&mut net(), &mut loaders(size));
+    fit(3).unwrap();
+    let error = fit(2).unwrap_err().to_string();
+    assert!(error.contains("the checkpoint has gradients of an open accumulation window"), "{error}");
+}

@@ -249,7 +249,8 @@ impl<M: LightningModule> Session<'_, M> {
         let val = self.sanity_check()?;
         let loaders = self.fit_loaders(val)?;
         if let Some(resumed) = resumed {
-            resumed.find_position(self.run, self.plan, self.accumulate_grad_batches)?;
+            let window = self.windows_of_epoch();
+            resumed.find_position(self.run, self.plan, window)?;
             rng::set_states(&resumed.rng)?;
             tracing::info!(
                 "resumed {} at global_step {}",

@@ -225,7 +225,13 @@ impl<M: LightningModule> Session<'_, M> {
         if self.windows_cross_epochs() { total_batches } else { batch_idx }
     }
 
-    fn windows_cross_epochs(&self) -> bool {
+    /// Batches of the windows that begin with an epoch: a position within it begins one at each multiple. 1 if windows go on over epochs.
+    pub(crate) fn windows_of_epoch(&self) -> u64 {
+        if self.windows_cross_epochs() { 1 } else { self.accumulate_grad_batches }
+    }
+
+    /// Whether windows are counted over epochs, as DeepSpeed does.
+    pub(crate) fn windows_cross_epochs(&self) -> bool {
         self.plan.ranks.strategy.deepspeed().is_some()
     }
 }

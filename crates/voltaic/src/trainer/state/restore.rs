@@ -530,7 +530,7 @@ impl Resumed {
             && ranks != self.ranks
             && plan.ranks.use_distributed_sampler
             && run.facts.train_batch_size.is_some();
-        if !is_mid_epoch || !is_known || (own == self.shape && !is_cut_otherwise) {
+        if !is_known || (own == self.shape && !is_cut_otherwise) {
             return Ok(());
         }
         let refuse = |why: &str, remedy: &'static str| -> Error {
@@ -543,8 +543,22 @@ impl Resumed {
             );
             ConfigError::new("ckpt_path", what, remedy).into()
         };
-        let before = Epoch::of(self.shape, self.ranks);
-        let (Some(before), Some(now)) = (before, Epoch::of(own, ranks)) else {
+        let (before, now) = (Epoch::of(self.shape, self.ranks), Epoch::of(own, ranks));
+        let check_grads = || -> Result<()> {
+            // with manual optimization there are those that the module has left, which keep their mean over the ranks
+            let has_grads = run.engine.of_call.restored.is_some_and(|restored| restored.has_grads);
+            let is_other =
+                before.zip(now).is_some_and(|(before, now)| before.global_batch != now.global_batch);
+            if !(has_grads && run.facts.automatic_optimization && is_other) {
+                return Ok(());
+            }
+            let remedy = "keep ranks x batch size, or resume from a checkpoint between accumulation windows";
+            Err(refuse(", and the checkpoint has gradients of an open accumulation window", remedy))
+        };
+        if !is_mid_epoch {
+            return check_grads(); // windows of DeepSpeed go on over epochs
+        }
+        let (Some(before), Some(now)) = (before, now) else {
             return Err(refuse("", SAME_DATA));
         };
         if !is_limited && !before.may_be_of_same_data(now) {
@@ -555,12 +569,7 @@ impl Resumed {
         if before.global_batch == now.global_batch && (!is_complete || before.batches == now.batches) {
             return Ok(());
         }
-        // with manual optimization there are those that the module has left, which keep their mean over the ranks
-        let has_grads = run.engine.of_call.restored.is_some_and(|restored| restored.has_grads);
-        if has_grads && run.facts.automatic_optimization && before.global_batch != now.global_batch {
-            let remedy = "keep ranks x batch size, or resume from a checkpoint between accumulation windows";
-            return Err(refuse(", and the checkpoint has gradients of an open accumulation window", remedy));
-        }
+        check_grads()?;
         let seen = progress.batch_idx * before.global_batch;
         let position = if is_complete { now.batches } else { now.position_after(seen, window) };
         tracing::info!(
@@ -626,7 +635,7 @@ fn window_from(batch: u64, batches: u64, window: u64) -> u64 {
 }
 
 /// Before the first batch of a resumed run, when callbacks have set the accumulation window of the epoch: a position among other batches
-/// begins a window.
+/// begins a window. Where windows are counted over epochs, any position does that has no gradients.
 ///
 /// # Errors
 /// If the checkpoint has gradients of an open window, and this run has another window there, or none.
@@ -635,12 +644,20 @@ pub(crate) fn begin_window<M: LightningModule>(session: &mut Session<M>) -> Resu
     if !session.module.automatic_optimization() {
         return Ok(());
     }
-    let batches = session.run.facts.num_training_batches;
+    let (batches, window) = (session.run.facts.num_training_batches, session.windows_of_epoch());
     if restored.has_other_batches && session.run.at.progress.has_batches_left(batches) {
         let batch_idx = &mut session.run.at.progress.batch_idx;
-        *batch_idx = window_from(*batch_idx, batches as u64, session.accumulate_grad_batches);
+        *batch_idx = window_from(*batch_idx, batches as u64, window);
     }
-    if restored.has_grads { check_window(session, restored.window) } else { Ok(()) }
+    if restored.has_grads {
+        return check_window(session, restored.window);
+    }
+    if session.windows_cross_epochs() {
+        // no batch of a window is done: the first begins one, as in DeepSpeed, which counts from there
+        let (size, total) = (session.accumulate_grad_batches, &mut session.run.at.progress.total_batches);
+        *total = total.next_multiple_of(size);
+    }
+    Ok(())
 }
 
 /// An error if the gradients of an open window, which the checkpoint may tell, are not those of this run's window.
