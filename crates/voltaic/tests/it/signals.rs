@@ -79,10 +79,22 @@ fn train_with(devices: usize, settings: Option<SlurmEnvironment>, is_early: bool
     }
 }
 
+/// [`own_process`] with the default action of SIGHUP: under `nohup` this program ignores it, and so would all that it starts.
+fn own_process_hung_up(part: &str) -> Command {
+    let own = own_process(part);
+    if !voltaic::ffi::ignores(1) {
+        return own;
+    }
+    let mut command = Command::new("env"); // of coreutils, since 8.31
+    command.arg("--default-signal=HUP").arg(own.get_program()).args(own.get_args());
+    command.envs(own.get_envs().filter_map(|(key, value)| Some((key, value?))));
+    command
+}
+
 /// Starts a test as `part`, sends it a signal when it trains; returns its exit code, what it printed, and how long it took
 /// to end.
 fn signalled(part: &str, signal: &str, folder: &Path, path: &str) -> (Option<i32>, String, Duration) {
-    let mut command = own_process(part);
+    let mut command = own_process_hung_up(part);
     command.env(FOLDER, folder).env("VOLTAIC_TEST_WAITS", "1").env("PATH", path);
     command.env("SLURM_JOB_ID", "4711").env("SLURM_JOB_NAME", "train");
     let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
@@ -300,7 +312,7 @@ fn after_a_fit_or_a_launch_signals_end_the_process_again() {
     }
     for part in ["fit", "launch"] {
         for (signal, number) in signals.into_iter().zip([2, 15, 1, 10]) {
-            let mut command = own_process(part);
+            let mut command = own_process_hung_up(part);
             let status = command.env("VOLTAIC_TEST_SIGNAL", signal).stdout(Stdio::null()).status().unwrap();
             assert_eq!(status.signal(), Some(number), "{part} {signal}: {status}");
         }
