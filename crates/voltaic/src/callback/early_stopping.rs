@@ -83,10 +83,10 @@ struct State {
     stopping_reason_message: Option<String>,
 }
 
-/// Asks the run to stop when a metric stops to improve; see [`EarlyStoppingConfig`]. `min_epochs` and `min_steps` delay
-/// it, and if the metric has a new best value until then, the run goes on (Lightning's stops all the same); a `fast_dev_run`
-/// is not stopped. A run that it has stopped is over: resumed, it trains nothing, unless `patience` is larger now. Source:
-/// Lightning's `EarlyStopping`.
+/// Asks the run to stop when a metric stops to improve; see [`EarlyStoppingConfig`]. A `fast_dev_run` is not stopped.
+///
+/// `min_epochs` and `min_steps` delay the stop. A new best value before they are reached cancels it; Lightning keeps it. A resumed run
+/// that was stopped trains nothing, unless `patience` is larger now. Source: Lightning's `EarlyStopping`.
 #[derive(Debug)]
 pub struct EarlyStopping {
     config: EarlyStoppingConfig,

@@ -20,7 +20,7 @@ const MAX_VALUES: usize = 10_000;
 /// Values may refer to each other so often.
 const MAX_DEPTH: usize = 32;
 
-/// What is wrong, and how to mend it.
+/// A problem and its remedy.
 type Fault = (String, &'static str);
 
 /// Resolves a tree with defaults. Keys with a problem keep their text.

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use indexmap::IndexMap;
 use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -179,23 +180,32 @@ impl Layers {
     /// Adds a YAML file, or what a pipe gives.
     pub fn file(&mut self, path: impl AsRef<Path>) {
         let path = &*expand_home(path);
-        match read_file_or_pipe(path, MAX_FILE, PATIENCE).map(String::from_utf8) {
-            Ok(Ok(text)) => self.text(&path.display().to_string(), &text),
+        if let Some(text) = self.source(path, "config", &Origin::Default) {
+            self.text(&path.display().to_string(), &text);
+        }
+    }
+
+    /// The text of a file that `key` names at `origin`; `None`, and a problem, if it cannot be read.
+    fn source(&mut self, path: &Path, key: &str, origin: &Origin) -> Option<String> {
+        let (what, remedy) = match read_file_or_pipe(path, MAX_FILE, PATIENCE).map(String::from_utf8) {
+            Ok(Ok(text)) => return Some(text),
             Ok(Err(error)) => {
                 let offset = error.utf8_error().valid_up_to();
                 let what = format!("{} is not UTF-8 text at byte {offset}", path.display());
-                self.unreadable.push(ConfigProblem::new("config", what, "give a YAML file"));
+                (what, "give a YAML file".to_owned())
             }
             Err(error) => {
-                let what = format!("cannot read {}: {error}", path.display());
                 let remedy = match similar_file(path) {
                     _ if error.kind() == ErrorKind::TimedOut => "write to it, or give a file".to_owned(),
                     Some(other) => format!("did you mean {other}"),
                     None => "check the path".to_owned(),
                 };
-                self.unreadable.push(ConfigProblem::new("config", what, remedy));
+                (format!("cannot read {}: {error}", path.display()), remedy)
             }
-        }
+        };
+        let problem = Problem::new(what, remedy);
+        self.unreadable.push(ConfigProblem { key: key.to_owned(), origin: origin.label(), problem });
+        None
     }
 
     /// Adds YAML text; `name` stands for the file in origins.
@@ -259,26 +269,14 @@ impl Layers {
 
     /// Adds a YAML file with one section.
     fn section(&mut self, key: &str, path: &Path) {
-        let name = path.display().to_string();
-        let read = read_file_or_pipe(path, MAX_FILE, PATIENCE).and_then(|bytes| {
-            String::from_utf8(bytes).map_err(|error| std::io::Error::new(ErrorKind::InvalidData, error))
-        });
-        let read = match read {
-            Ok(text) => yaml::read(&text, &name).map_err(|problem| *problem),
-            Err(error) => Err(ConfigProblem {
-                key: key.to_owned(),
-                origin: Origin::CommandLine.to_string(),
-                problem: Problem::new(format!("cannot read {name}: {error}"), "check the path"),
-            }),
-        };
-        match read {
-            Ok(node) => {
-                let mut tree = Node::map(node.origin.clone());
-                let origin = node.origin.clone();
-                tree.child(key, &origin).into_iter().for_each(|slot| *slot = node.clone());
-                merge(&mut self.tree, tree, &View::new(&self.schema), "", &mut self.remarks);
+        let Some(text) = self.source(path, key, &Origin::CommandLine) else { return };
+        match yaml::read(&text, &path.display().to_string()) {
+            Ok(section) => {
+                let origin = section.origin.clone();
+                let node = Node { origin, data: Data::Map(IndexMap::from([(key.to_owned(), section)])) };
+                merge(&mut self.tree, node, &View::new(&self.schema), "", &mut self.remarks);
             }
-            Err(problem) => self.unreadable.push(problem),
+            Err(problem) => self.unreadable.push(*problem),
         }
     }
 

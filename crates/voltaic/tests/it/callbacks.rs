@@ -180,7 +180,7 @@ fn a_run_that_stopped_early_is_over() {
     let last = folder.path().join("last.ckpt");
     assert_eq!(fit(3, None), 4 * 6);
     assert_eq!([fit(3, Some(&last)), fit(3, Some(&last))], [4 * 6; 2], "each requeue finds it over");
-    assert_eq!(fit(5, Some(&last)), 6 * 6, "with more patience it goes on");
+    assert_eq!(fit(5, Some(&last)), 6 * 6, "a larger patience lets it continue");
 }
 
 #[test]

@@ -211,7 +211,7 @@ fn lines_of(folder: &Path) -> Vec<String> {
     text.lines().map(ToOwned::to_owned).collect()
 }
 
-/// A process that ends with an error after a save, and one that goes on from there.
+/// One process saves and fails; another resumes.
 #[test]
 fn a_loaded_loop_has_the_rows_and_the_order_of_the_one_before() {
     let folder = TempDir::new().unwrap();

@@ -46,8 +46,8 @@ pub fn has_attention_kernel() -> bool {
 /// Results differ from libtorch's in the last bits of products, convolutions, attention, weights' gradients, batch norm
 /// and GELU; the others are equal.
 ///
-/// Gradients of convolutions' weights are 0 where a weight sees padding only, whoever computes them and whether or not the kernels
-/// are in use: oneDNN does not write those of bfloat16.
+/// With and without the kernels, the gradient of a convolution's weight is 0 where that weight multiplies padding only. oneDNN leaves
+/// these elements uninitialized in bfloat16.
 ///
 /// Keeps oneDNN from AMX, too, on virtual machines that offer it without a description, where its operators in bfloat16
 /// would end the process; to be called before the first of them, as trainers and accelerators do.

@@ -235,7 +235,7 @@ impl RecomputeFn {
             let mut call = OpenCall::begin(module, true);
             call.chain.retain(|known| self.inner.contains(&known.id));
             for hooks in &mut call.hooks {
-                hooks.watch(hooks.entries(), module, inputs)?; // weights of its own come and go with its call
+                hooks.watch(hooks.entries(), module, inputs)?; // a strategy unshards the module's own weights
             }
             call.run(module, inputs, &|inputs| (self.code)(module, inputs), Some(self.code))
         })

@@ -235,7 +235,7 @@ impl MultiheadAttention {
     fn merge(&self, by_head: &Tensor) -> Result<Tensor> {
         let order = if self.batch_first { [0, 2, 1, 3] } else { [2, 0, 1, 3] };
         let joined = by_head.f_permute(order)?.f_flatten(-2, -1)?;
-        self.out_proj.forward(&joined).map_err(of_call) // a call, so that its weights come and go by themselves
+        self.out_proj.forward(&joined).map_err(of_call) // a call, so that stage 3 unshards its weights for it alone
     }
 
     /// Refuses a mask that would mean something else: of as many elements in another order, or of integers, which would be added.

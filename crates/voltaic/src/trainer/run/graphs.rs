@@ -89,7 +89,7 @@ impl<M: LightningModule> Session<'_, M> {
         Ok((batch, loss))
     }
 
-    /// A replay has the gradients of a backward pass that nobody calls.
+    /// Records that a replay computes gradients, which it does without `Engine::backward`.
     fn note_replayed_backward(&mut self, window: Window) {
         let engine = &mut self.run.engine;
         let scale = engine.loss_scale.as_ref().map(LossScale::get_scale);
