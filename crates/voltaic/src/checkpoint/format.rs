@@ -526,7 +526,8 @@ impl Checkpoint {
         write(self, path)
     }
 
-    /// Makes whole tensors of the parts of a run that has one rank.
+    /// Makes whole tensors of the parts of a run that has one rank. A part of a gradient is added to what the rank has of it whole, of a
+    /// later backward pass.
     ///
     /// # Errors
     /// If a part is not all of its tensor; if its name has no meaning.
@@ -540,6 +541,11 @@ impl Checkpoint {
                 continue;
             }
             let whole = values.f_reshape(shard.shape.as_slice())?;
+            let mut grads = training.grads.iter_mut();
+            if let Some((_, grad)) = grads.find(|(fqn, _)| grad_name(fqn) == name) {
+                *grad = grad.f_add(&whole.f_to_device(grad.device())?)?;
+                continue;
+            }
             let module = &self.meta.module;
             add_tensor(&mut self.weights, training, name, whole)
                 .map_err(|what| cannot_hold(module, what, "save it through the trainer"))?;

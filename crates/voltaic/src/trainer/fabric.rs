@@ -23,7 +23,7 @@
 
 use std::cell::Cell;
 use std::collections::HashSet;
-use std::ops::{Deref, DerefMut, Index, IndexMut, Range};
+use std::ops::{Deref, DerefMut, Index, Range};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -45,7 +45,7 @@ use crate::nn::{
     CallInterceptor, InterceptorHandle, InterceptorLevel, Member, Metric, Module, ModuleExt, Next,
     SyncBatchNorm, intercept_calls, set_training,
 };
-use crate::optim::{GradientClip, Optimizer, Optimizers};
+use crate::optim::{GradientClip, OffloadState, OffloadStates, Optimizer, Optimizers, ParamGroup};
 use crate::precision::fp8::reduce_amaxes;
 use crate::precision::{AutocastGuard, LossScale, autocast};
 use crate::strategy::{StrategyChoice, Votes};
@@ -709,8 +709,8 @@ impl<M: Module> LightningModule for FabricModule<M> {
     }
 }
 
-/// The optimizers of a [`FabricModule`], usually one, with their schedules. `optimizers[0]` is the first; it is stepped by
-/// [`Fabric::step_optimizer`], as its own `step` and `clip` know nothing of the scale of the loss.
+/// The optimizers of a [`FabricModule`], usually one, with their schedules. `optimizers[0]` is the first, to read; it is stepped by
+/// [`Fabric::step_optimizer`] and clipped by [`Fabric::clip_gradients_of`], which know the scale of the loss.
 #[derive(Default)]
 pub struct FabricOptimizers {
     training: Training,
@@ -739,6 +739,40 @@ impl FabricOptimizers {
         self.training.optimizers.iter_mut().try_for_each(|optimizer| optimizer.zero_grad())
     }
 
+    /// Drops the gradients of the parameters of one optimizer.
+    ///
+    /// # Errors
+    /// As [`Optimizer::zero_grad`]; [`ConfigError`] if there is no such optimizer.
+    pub fn zero_grad_of(&mut self, index: usize) -> Result<()> {
+        self.check(index)?;
+        self.training.optimizers[index].zero_grad()
+    }
+
+    /// The parameter groups of one optimizer, whose settings may be changed.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if there is no such optimizer.
+    pub fn param_groups_mut(&mut self, index: usize) -> Result<&mut [ParamGroup]> {
+        self.check(index)?;
+        Ok(self.training.optimizers[index].param_groups_mut())
+    }
+
+    /// Moves states of all optimizers to memory of the host, until a step needs them.
+    ///
+    /// # Errors
+    /// As [`Optimizer::offload_states`].
+    pub fn offload_states(&mut self, states: &OffloadStates) -> Result<()> {
+        self.training.optimizers.iter_mut().try_for_each(|optimizer| optimizer.offload_states(states))
+    }
+
+    /// Moves these states of all optimizers back to their device.
+    ///
+    /// # Errors
+    /// As [`Optimizer::reload_states`].
+    pub fn reload_states(&mut self, states: &[OffloadState]) -> Result<()> {
+        self.training.optimizers.iter_mut().try_for_each(|optimizer| optimizer.reload_states(states))
+    }
+
     /// Gives all groups this learning rate.
     pub fn set_lr(&mut self, lr: f64) {
         let groups = self.training.optimizers.iter_mut().flat_map(|optimizer| optimizer.param_groups_mut());
@@ -760,12 +794,6 @@ impl Index<usize> for FabricOptimizers {
 
     fn index(&self, index: usize) -> &Self::Output {
         &self.training.optimizers[index]
-    }
-}
-
-impl IndexMut<usize> for FabricOptimizers {
-    fn index_mut(&mut self, index: usize) -> &mut Self::Output {
-        &mut self.training.optimizers[index]
     }
 }
 

@@ -345,7 +345,7 @@ impl Loop<'_> {
             Step => return self.fabric.step(self.optimizers),
             StepOf(index) | LeftOut(index) => return self.fabric.step_optimizer(self.optimizers, index),
             Zero => self.optimizers.zero_grad(),
-            ZeroOf(index) => self.optimizers[index].zero_grad(),
+            ZeroOf(index) => self.optimizers.zero_grad_of(index),
             Toggle(index) => self.fabric.toggle_optimizer(self.net, self.optimizers, index),
             Untoggle => {
                 self.fabric.untoggle_optimizer();

@@ -61,6 +61,30 @@ on_ranks_tests! {
     three_ranks_do_not_need_the_file: 3, without_the_file;
 }
 
+/// Two names of a weight that is tied must have one value, or the later one would win without a word: all ranks are told.
+fn two_values_of_one_weight(ranks: usize, folder: &Path) {
+    let path = folder.join("two.ckpt");
+    let mut trainer =
+        staged(ranks, "ddp", folder).max_epochs(1).callback(SaveAfter(1, path.clone())).build().unwrap();
+    trainer.fit(&mut gpt(), &mut tokens(24)).unwrap();
+    if trainer.is_global_zero() {
+        let mut saved = Checkpoint::load(&path).unwrap();
+        let (_, head) = saved.weights.iter_mut().find(|(name, _)| name == "lm_head.weight").unwrap();
+        *head = &*head + 1.0;
+        saved.save(&path).unwrap();
+    }
+    trainer.world().barrier().unwrap();
+    for stage in ["ddp", "zero1", "zero2", "zero3"] {
+        let mut trainer = staged(ranks, stage, folder).max_epochs(2).build().unwrap();
+        let error = trainer.ckpt_path(&path).fit(&mut gpt(), &mut tokens(24)).unwrap_err().to_string();
+        assert!(error.contains("are one parameter, and have different values"), "{stage}: {error}");
+    }
+}
+
+on_ranks_tests! {
+    two_values_of_a_tied_weight_are_refused_by_all_ranks: 2, two_values_of_one_weight;
+}
+
 /// A file of Lightning, with tensors that are read from where they lie, is what it is converted to.
 /// AdamW over all parameters, as `AdamW(model.parameters())`: such files do not name them.
 fn plain(builder: TrainerBuilder) -> TrainerBuilder {

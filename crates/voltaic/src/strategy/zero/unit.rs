@@ -118,7 +118,8 @@ impl Unit {
         let own_kind = if has_master { Kind::Float } else { layout.kind };
         let has_own_part = has_master || module.is_some() || layout.is_stored_apart();
         let part = if has_own_part { layout.stored(&part, own_kind, layout.storage)? } else { part };
-        let weight_shard = WeightShard::of(&layout, &part, &layout.part(&flat, rank)?, module.is_some())?;
+        let own = module.is_none().then(|| layout.part(&flat, rank)).transpose()?;
+        let weight_shard = WeightShard::of(&layout, &part, own)?;
         let storage = module.is_some().then(|| GatheredStorage::of(&flat, layout.len()));
         let slice = |place| {
             let slice = Parameter::new(layout.slice(&part, place, rank)?);
@@ -577,14 +578,17 @@ impl Unit {
         self.part = self.layout.stored(&self.part, Kind::Float, self.layout.storage)?;
         self.is_part_in_file = false;
         let file = self.weight_shard.file().cloned();
-        let own = self.layout.part(&self.flat, self.rank)?;
-        self.weight_shard = WeightShard::of(&self.layout, &self.part, &own, self.is_sharded())?;
+        let is_whole = !self.is_sharded();
+        let own = is_whole.then(|| self.layout.part(&self.flat, self.rank)).transpose()?;
+        self.weight_shard = WeightShard::of(&self.layout, &self.part, own)?;
         file.map_or(Ok(()), |file| self.put_shard_into(file))?;
         for (place, slice) in self.layout.places.iter().zip(&self.slices) {
             slice.set_data(&self.layout.slice(&self.part, place, self.rank)?)?;
         }
         self.has_master = true;
-        self.versions = self.current_versions()?;
+        if !self.is_sharded() {
+            self.versions = self.current_versions()?; // those of sharded weights are counted, and differ while these are away
+        }
         Ok(())
     }
 

@@ -74,13 +74,15 @@ impl ShardFile {
 }
 
 impl WeightShard {
-    /// The copies that a part needs, of weights that have it at `own`.
-    pub fn of(layout: &Layout, part: &Tensor, own: &Tensor, is_sharded: bool) -> Result<Self> {
+    /// The copies that a part needs. Weights that are not sharded have it at `own`.
+    pub fn of(layout: &Layout, part: &Tensor, own: Option<Tensor>) -> Result<Self> {
         let is_half = part.kind() != layout.kind;
         let is_rounded = layout.is_stored_apart() && is_half;
-        let rounded = match is_half && !is_sharded && own.device() == part.device() {
-            true if part.device() == tch::Device::Cpu => Some(own.shallow_clone()),
-            _ => is_rounded.then(|| layout.stored(part, layout.kind, layout.storage)).transpose()?,
+        let is_sharded = own.is_none();
+        let is_host = |own: &Tensor| own.device() == tch::Device::Cpu && part.device() == own.device();
+        let rounded = match own.filter(|own| is_half && is_host(own)) {
+            Some(own) => Some(own),
+            None => is_rounded.then(|| layout.stored(part, layout.kind, layout.storage)).transpose()?,
         };
         // a part in a file is not read for each gather
         let is_elsewhere = layout.shard_storage != layout.storage || (layout.swaps_part && !is_rounded);

@@ -1,5 +1,6 @@
 //! The same training as a loop in plain tch, in one process, which uses nothing of voltaic.
 
+use voltaic::optim::Interval;
 use voltaic::{Kind, Tensor};
 
 use super::plan::{Average, Plan};
@@ -7,6 +8,8 @@ use crate::models::{Batch, numbers};
 
 /// Of the exponential moving average.
 pub const DECAY: f64 = 0.8;
+/// Of a schedule's step.
+pub const GAMMA: f64 = 0.9;
 /// Weights and biases in the order of the module.
 const SIZES: [&[i64]; 6] = [&[8, 5], &[8], &[8, 8], &[8], &[3, 8], &[3]];
 const SECOND: [usize; 2] = [2, 3];
@@ -34,7 +37,7 @@ pub fn data(plan: &Plan) -> [Batch; 2] {
 fn loss(plan: &Plan, weights: &[Tensor], (x, y): &Batch, step: usize) -> Tensor {
     let linear = |x: &Tensor, at: usize| x.linear(&weights[at], Some(&weights[at + 1]));
     let mut h = linear(&x.to_kind(plan.kind()), 0).tanh();
-    if !plan.alternates || step % 2 == 1 {
+    if plan.uses_second(step) {
         h = linear(&h, 2).tanh();
     }
     (linear(&h, 4) - y).square().mean(plan.kind())
@@ -54,6 +57,8 @@ struct Loop<'a> {
     states: Vec<Option<State>>,
     average: Vec<Tensor>,
     num_averaged: u64,
+    /// Steps of the schedule.
+    num_scheduled: i32,
 }
 
 fn copy_of(tensors: &[Tensor]) -> Vec<Tensor> {
@@ -61,19 +66,19 @@ fn copy_of(tensors: &[Tensor]) -> Vec<Tensor> {
 }
 
 impl Loop<'_> {
-    fn is_trained(&self, number: usize, epoch: usize) -> bool {
+    fn is_trained(&self, number: usize, step: usize) -> bool {
         let is_frozen = self.plan.is_frozen && number == LAST_BIAS;
-        !(is_frozen || self.plan.thaws && SECOND.contains(&number) && epoch == 0)
+        !(is_frozen || SECOND.contains(&number) && self.plan.frozen.contains(&step))
     }
 
     /// Adds the gradients of a batch.
     fn backward(&mut self, (x, y): &Batch, step: usize) {
         let (batch, samples) = self.plan.samples();
-        let (epoch, of_epoch) = (step / self.plan.batches, (step % self.plan.batches) as i64);
+        let of_epoch = (step % self.plan.batches) as i64;
         let part = |of: &Tensor| of.slice(0, of_epoch * batch, ((of_epoch + 1) * batch).min(samples), 1);
         let all = self.weights.iter().enumerate();
         let leaves: Vec<Tensor> = all
-            .map(|(number, weight)| weight.detach().set_requires_grad(self.is_trained(number, epoch)))
+            .map(|(number, weight)| weight.detach().set_requires_grad(self.is_trained(number, step)))
             .collect();
         (loss(self.plan, &leaves, &(part(x), part(y)), step) / self.plan.window as f64).backward();
         for (sum, leaf) in self.grads.iter_mut().zip(&leaves) {
@@ -95,14 +100,16 @@ impl Loop<'_> {
         if let Some(max_norm) = self.plan.clip {
             self.clip(max_norm);
         }
+        let (plan, lr) = (self.plan, self.plan.lr() * GAMMA.powi(self.num_scheduled));
         for (number, grad) in self.grads.iter_mut().enumerate() {
             let Some(grad) = grad.take() else { continue };
             let (weight, state) = (&mut self.weights[number], &mut self.states[number]);
-            *weight = match self.plan.is_adam {
-                true => adam(weight, &grad, state, self.plan.lr()),
-                false => sgd(weight, &grad, state, (self.plan.lr(), self.plan.momentum)),
+            *weight = match plan.is_adam {
+                true => adam(weight, &grad, state, (lr, plan.eps())),
+                false => sgd(weight, &grad, state, (lr, plan.momentum)),
             };
         }
+        self.num_scheduled += i32::from(plan.schedule == Some(Interval::Step));
     }
 
     /// Weights become a part of the average.
@@ -120,12 +127,12 @@ impl Loop<'_> {
 }
 
 /// Weight decay 0.01, apart from the gradient; betas 0.9 and 0.999.
-fn adam(weight: &Tensor, grad: &Tensor, state: &mut Option<State>, lr: f64) -> Tensor {
+fn adam(weight: &Tensor, grad: &Tensor, state: &mut Option<State>, (lr, eps): (f64, f64)) -> Tensor {
     let new = || State { momentum: grad.zeros_like(), squares: grad.zeros_like(), steps: 0 };
     let State { momentum, squares, steps } = state.take().unwrap_or_else(new);
     let (momentum, squares) = (momentum * 0.9 + grad * 0.1, squares * 0.999 + grad.square() * 0.001);
     let steps = steps + 1;
-    let root = (&squares / (1.0 - 0.999_f64.powi(steps))).sqrt() + 1e-4;
+    let root = (&squares / (1.0 - 0.999_f64.powi(steps))).sqrt() + eps;
     let weight = weight * (1.0 - lr * 0.01) - &momentum / root * (lr / (1.0 - 0.9_f64.powi(steps)));
     *state = Some(State { momentum, squares, steps });
     weight
@@ -141,20 +148,26 @@ fn sgd(weight: &Tensor, grad: &Tensor, state: &mut Option<State>, (lr, factor): 
     weight
 }
 
+/// The first value of a parameter in the dtype of the plan, rounded.
+pub fn first(plan: &Plan, number: usize) -> Tensor {
+    match plan.precision {
+        "bf16-true" => initial(number).to_kind(Kind::BFloat16).to_kind(Kind::Float),
+        _ => initial(number).to_kind(plan.kind()),
+    }
+}
+
 /// Trains as the plan says, without interruptions.
 pub fn train(plan: &Plan) -> Outcome {
-    let round = |weight: Tensor| match plan.precision {
-        "bf16-true" => weight.to_kind(Kind::BFloat16).to_kind(Kind::Float),
-        _ => weight.to_kind(plan.kind()),
-    };
-    let weights: Vec<Tensor> = (0..SIZES.len()).map(|number| round(initial(number))).collect();
+    let weights: Vec<Tensor> = (0..SIZES.len()).map(|number| first(plan, number)).collect();
     let none = || weights.iter().map(|_| None).collect();
     let (states, grads) = (weights.iter().map(|_| None).collect(), none());
+    let (average, num_averaged, parts) = (copy_of(&weights), 0, plan.parts());
     let mut run =
-        Loop { plan, average: copy_of(&weights), weights: copy_of(&weights), grads, states, num_averaged: 0 };
+        Loop { plan, average, weights: copy_of(&weights), grads, states, num_averaged, num_scheduled: 0 };
     let [train, val] = data(plan);
     let (mut val_losses, mut steps) = (Vec::new(), 0);
-    for step in 0..plan.epochs * plan.batches {
+    for (plan, step) in parts.iter().flat_map(|(plan, steps)| steps.clone().map(move |step| (plan, step))) {
+        run.plan = plan;
         if step.is_multiple_of(plan.batches) {
             if plan.average == Average::Swa && step / plan.batches + 1 >= plan.swa_start {
                 run.average();
@@ -173,6 +186,8 @@ pub fn train(plan: &Plan) -> Outcome {
                 run.average();
             }
         }
+        let ends_epoch = (step + 1).is_multiple_of(plan.batches);
+        run.num_scheduled += i32::from(ends_epoch && plan.schedule == Some(Interval::Epoch));
         if plan.validates_after(step) {
             let is_averaged = matches!(plan.average, Average::Ema | Average::Equal) && run.num_averaged > 0;
             let weights = if is_averaged { &run.average } else { &run.weights };

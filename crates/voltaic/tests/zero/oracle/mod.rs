@@ -5,7 +5,9 @@
 //! `VOLTAIC_FUZZ_ON=1` beyond the first that fails; `make stress` runs more of them.
 
 mod expected;
+mod moved;
 mod net;
+mod own_loop;
 mod plan;
 
 use std::path::{Path, PathBuf};
@@ -30,7 +32,7 @@ use crate::fuzz::{End, SaveEnd, cases, some};
 use crate::models::Batch;
 use crate::random_runs::SaveAt;
 use crate::ranks::{on_ranks, silent, weights};
-use expected::{DECAY, Outcome, data, initial, train};
+use expected::{DECAY, Outcome, data, first, train};
 use net::Net;
 use plan::{Average, Hook, Plan, Restart};
 
@@ -74,33 +76,38 @@ fn add_average(plan: &Plan, builder: TrainerBuilder) -> TrainerBuilder {
     }
 }
 
+/// DeepSpeed's settings, if the strategy is one of its stages.
+fn deepspeed(plan: &Plan, folder: &Path) -> Option<DeepSpeedStrategy> {
+    let stage: u8 = plan.strategy.strip_prefix("deepspeed")?.parse().unwrap();
+    let (optimizer, params, ratio) = plan.offload;
+    let (backend, buffers, param_buffers) = plan.aio;
+    let nvme_path = folder.join("nvme");
+    let mut zero = serde_json::json!({
+        "stage": stage,
+        "offload_optimizer": {
+            "device": optimizer, "ratio": ratio, "pin_memory": ratio < 1.0, "nvme_path": nvme_path,
+            "buffer_count": buffers, "pipeline_read": plan.pipeline.0, "pipeline_write": plan.pipeline.1,
+        },
+    });
+    if stage == 3 {
+        zero["offload_param"] = serde_json::json!({
+            "device": params, "nvme_path": nvme_path, "buffer_count": param_buffers, "max_in_cpu": 0,
+        });
+        zero["sub_group_size"] = 50.into();
+        zero["stage3_param_persistence_threshold"] = if ratio < 1.0 { 0.into() } else { 100_000.into() };
+    }
+    Some(DeepSpeedStrategy::settings(serde_json::json!({
+        "zero_allow_untested_optimizer": true,
+        "zero_optimization": zero,
+        "aio": {"backend": backend, "min_bytes": 1},
+        "activation_checkpointing": {"cpu_checkpointing": plan.on_host},
+    })))
+}
+
 fn builder(plan: &Plan, folder: &Path) -> TrainerBuilder {
     let mut builder = silent(plan.ranks, plan.strategy, folder);
-    if let Some(stage) = plan.strategy.strip_prefix("deepspeed") {
-        let stage: u8 = stage.parse().unwrap();
-        let (optimizer, params, ratio) = plan.offload;
-        let (backend, buffers, param_buffers) = plan.aio;
-        let nvme_path = folder.join("nvme");
-        let mut zero = serde_json::json!({
-            "stage": stage,
-            "offload_optimizer": {
-                "device": optimizer, "ratio": ratio, "pin_memory": ratio < 1.0, "nvme_path": nvme_path,
-                "buffer_count": buffers, "pipeline_read": plan.pipeline.0, "pipeline_write": plan.pipeline.1,
-            },
-        });
-        if stage == 3 {
-            zero["offload_param"] = serde_json::json!({
-                "device": params, "nvme_path": nvme_path, "buffer_count": param_buffers, "max_in_cpu": 0,
-            });
-            zero["sub_group_size"] = 50.into();
-            zero["stage3_param_persistence_threshold"] = if ratio < 1.0 { 0.into() } else { 100_000.into() };
-        }
-        builder = builder.strategy(DeepSpeedStrategy::settings(serde_json::json!({
-            "zero_allow_untested_optimizer": true,
-            "zero_optimization": zero,
-            "aio": {"backend": backend, "min_bytes": 1},
-            "activation_checkpointing": {"cpu_checkpointing": plan.on_host},
-        })));
+    if let Some(strategy) = deepspeed(plan, folder) {
+        builder = builder.strategy(strategy);
     }
     builder = builder.accelerator(plan.accelerator).precision(plan.precision);
     builder = builder.max_epochs(plan.epochs as i64).num_sanity_val_steps(0);
@@ -218,18 +225,21 @@ fn norm(tensor: &Tensor) -> f64 {
 /// What differs.
 fn compare(plan: &Plan, own: &Outcome, expected: &Outcome) -> anyhow::Result<()> {
     ensure!(own.steps == expected.steps, "{} steps, not {}", own.steps, expected.steps);
-    // a part of how far a weight has moved, and a part of a loss
+    // a part of how far weights have moved, and a part of a loss; of 16 bits thrice the most of 5,000 runs
     let (tolerance, of_losses, least) = match plan.precision {
         "64-true" => (1e-9, 1e-6, 1e-10), // logged values are of 32 bits
         "32-true" => (2e-4, 2e-4, 1e-5),
-        _ => (0.12, 0.06, 1e-5),
+        _ => (0.08, 0.06, 1e-5),
     };
+    let moved = |(number, weight)| norm(&(weight - first(plan, number)));
+    let most = expected.weights.iter().enumerate().map(moved).fold(0.0, f64::max);
     for (number, (own, expected)) in own.weights.iter().zip(&expected.weights).enumerate() {
+        let is_rounded = own.kind() == Kind::BFloat16;
         let (own, expected) = (own.to_kind(Kind::Double), expected.to_kind(Kind::Double));
-        let (apart, moved) = (norm(&(&own - &expected)), norm(&(&expected - initial(number))));
+        let (apart, moved) = (norm(&(&own - &expected)), norm(&(&expected - first(plan, number))));
         // a weight of 16 bits is rounded
-        let least = if plan.precision == "bf16-true" { 0.006 * norm(&expected) } else { least };
-        let is_same = apart <= tolerance * moved + least;
+        let least = if is_rounded { 0.006 * norm(&expected) } else { least };
+        let is_same = apart <= tolerance * (moved + most / 5.0) + least;
         ensure!(is_same, "weight {number} differs by {apart:e}, it has moved by {moved:e}");
     }
     let (own, expected) = (&own.val_losses, &expected.val_losses);

@@ -4,10 +4,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::nn::{Callable, Linear, ModuleExt};
-use voltaic::optim::{AdamW, Optimizers, Sgd};
+use voltaic::optim::{AdamW, ExponentialLr, LrSchedulerSpec, Optimizers, Sgd};
 use voltaic::{Module, Tensor};
 
-use super::expected::initial;
+use super::expected::{GAMMA, initial};
 use super::plan::{Hook, Plan, Restart};
 use crate::models::Batch;
 
@@ -33,20 +33,22 @@ impl Net {
         for (number, parameter) in net.parameters().into_iter().enumerate() {
             parameter.set_data(&initial(number)).unwrap();
         }
-        net.train_second(!plan.thaws);
+        net.freeze_second(0);
         if plan.is_frozen {
             let _ = net.last.bias.as_ref().unwrap().set_requires_grad(false);
         }
         net
     }
 
-    fn train_second(&self, is_trained: bool) {
+    /// As the plan says of a batch, counted over all epochs.
+    pub fn freeze_second(&self, step: usize) {
+        let is_trained = !self.plan.frozen.contains(&step);
         self.second.parameters().iter().for_each(|parameter| drop(parameter.set_requires_grad(is_trained)));
     }
 
-    fn loss(&self, (x, y): &Batch, step: usize) -> anyhow::Result<Tensor> {
+    pub fn loss(&self, (x, y): &Batch, step: usize) -> anyhow::Result<Tensor> {
         let mut h = self.first.call(&x.to_kind(self.first.weight.kind()))?.tanh();
-        if !self.plan.alternates || step % 2 == 1 {
+        if self.plan.uses_second(step) {
             h = self.second.call(&h)?.tanh();
         }
         let kind = self.plan.kind();
@@ -102,22 +104,28 @@ impl LightningModule for Net {
     fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
         // strategies that divide states keep master weights themselves
         let masters = self.plan.precision == "bf16-true" && !self.plan.is_divided();
-        Ok(match self.plan.is_adam {
-            true => AdamW::new(self.plan.lr()).eps(1e-4).master_weights(masters).into(),
-            false => Sgd::new(self.plan.lr()).momentum(self.plan.momentum).master_weights(masters).into(),
+        let plan = &self.plan;
+        let made: Optimizers = match plan.is_adam {
+            true => AdamW::new(plan.lr()).eps(plan.eps()).master_weights(masters).into(),
+            false => Sgd::new(plan.lr()).momentum(plan.momentum).master_weights(masters).into(),
+        };
+        Ok(match plan.schedule {
+            Some(interval) => {
+                made.scheduler(LrSchedulerSpec::new(ExponentialLr::new(GAMMA)).interval(interval))
+            }
+            None => made,
         })
     }
 
     fn on_train_epoch_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        if self.plan.thaws && ctx.current_epoch() >= 1 {
-            self.train_second(true);
-        }
+        self.freeze_second(ctx.current_epoch() as usize * self.plan.batches);
         Ok(())
     }
 
     fn on_train_batch_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
         let step = ctx.current_epoch() as usize * self.plan.batches + ctx.batch_idx();
         self.step.store(step, Ordering::Relaxed);
+        self.freeze_second(step);
         self.at(Hook::BatchStart)
     }
 
