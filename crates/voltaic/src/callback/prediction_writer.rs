@@ -2,18 +2,21 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
+use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
+use anyhow::Context as _;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 use tch::{Kind, Tensor};
 
-use crate::checkpoint::write_weights;
+use crate::checkpoint::{read_weights, write_atomically, write_weights};
 use crate::config::expand_home;
 use crate::error::Result;
 use crate::lightning::Callback;
 use crate::module::{HookContext, OutputValue};
-use crate::nn::Module;
+use crate::nn::{Module, ModuleExt as _};
 
 /// Names in the files.
 const PREDICTION: &str = "prediction";
@@ -48,8 +51,11 @@ impl WriteInterval {
 pub struct PredictionWriterConfig {
     /// Folder; `predictions` in that of the run unless set.
     pub output_dir: Option<PathBuf>,
-    /// `batch` for a file per batch, `epoch` for one file at the end, `batch_and_epoch` for both; each rank writes its own.
+    /// `batch` for a file per batch of each rank, `epoch` for one file at the end, `batch_and_epoch` for both.
     pub write_interval: WriteInterval,
+    /// Goes on behind the batches whose files are in `output_dir`, from a run that was interrupted. Needs `output_dir`, and
+    /// `write_interval=batch`.
+    pub resume: bool,
 }
 
 /// What was predicted for a batch.
@@ -97,6 +103,21 @@ pub trait WritePredictions: Send {
         Ok(())
     }
 
+    /// Called before the first batch: the place to find out what is written already.
+    fn begin(&mut self, ctx: &HookContext, module: &dyn Module) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    /// How many batches of a loader are written already, from its beginning. Prediction goes on behind them.
+    fn written(&self, dataloader_idx: usize) -> usize {
+        0
+    }
+
+    /// Called on rank 0 when all ranks have written all.
+    fn finish(&mut self, ctx: &HookContext) -> anyhow::Result<()> {
+        Ok(())
+    }
+
     /// The files and folders written, for [`Callback::files`].
     fn files(&self) -> Vec<PathBuf> {
         Vec::new()
@@ -118,13 +139,16 @@ pub trait WritePredictions: Send {
 /// safetensors files:
 ///
 /// - `<output_dir>/<dataloader_idx>/<batch_idx>-<rank>.safetensors` has `prediction` and `batch_indices` (`int64`);
-/// - `<output_dir>/predictions-<rank>.safetensors` has them for each loader, one batch after the other along dimension 0:
-///   `dataloader_0.prediction`, `dataloader_0.batch_indices`; if their shapes do not fit, `dataloader_0.<batch_idx>.prediction`.
+/// - `<output_dir>/predictions.safetensors` has them for each loader, one batch after the other along dimension 0:
+///   `dataloader_0.prediction`, `dataloader_0.batch_indices`; if their shapes do not fit, `dataloader_0.<batch_idx>.prediction`. Of several
+///   ranks it has each sample once, in the order of the data set. Rank 0 makes it of the files of the ranks, `predictions-<rank>`, which
+///   stay where it does not see them all, or where predictions have no row for each sample.
 ///
 /// Tensors that `predict_step` gives by name (`ctx.output("boxes", &boxes)`) are written beside `prediction`, by their names. A
 /// value that is no tensor is refused: write it with a [`WritePredictions`] of your own, which finds it in `ctx.outputs()`.
 ///
-/// `-<rank>` is there if there are several ranks with other batches. With `write_interval=batch` and `trainer.return_predictions(false)` no
+/// `-<rank>` is there if there are several ranks with other batches. With `resume=true`, a run that was interrupted goes on behind the
+/// batches whose files are there; `predictions.json` tells the ranks and weights that they are of, and others are refused. With `write_interval=batch` and `trainer.return_predictions(false)` no
 /// prediction is kept in memory.
 pub struct PredictionWriter {
     interval: WriteInterval,
@@ -143,10 +167,10 @@ impl PredictionWriter {
 impl From<PredictionWriterConfig> for PredictionWriter {
     /// Writes safetensors files.
     fn from(config: PredictionWriterConfig) -> Self {
-        Self::new(
-            config.write_interval,
-            SafetensorsWriter { output_dir: config.output_dir.map(expand_home), files: BTreeSet::new() },
-        )
+        let PredictionWriterConfig { output_dir, write_interval, resume } = config;
+        let resumes = resume.then_some(write_interval);
+        let output_dir = output_dir.map(expand_home);
+        Self::new(write_interval, SafetensorsWriter { output_dir, resumes, ..Default::default() })
     }
 }
 
@@ -161,13 +185,17 @@ impl Callback for PredictionWriter {
         self.writer.files()
     }
 
+    fn predicted_batches(&self, dataloader_idx: usize) -> usize {
+        self.writer.written(dataloader_idx)
+    }
+
     fn on_predict_epoch_start(
         &mut self,
-        _ctx: &mut HookContext,
-        _module: &mut dyn Module,
+        ctx: &mut HookContext,
+        module: &mut dyn Module,
     ) -> anyhow::Result<()> {
         self.batches.clear();
-        Ok(())
+        agreed(ctx, self.writer.begin(ctx, module))
     }
 
     fn on_predict_batch_end(
@@ -205,17 +233,37 @@ impl Callback for PredictionWriter {
         ctx: &mut HookContext,
         _module: &mut dyn Module,
     ) -> anyhow::Result<()> {
-        if self.interval.is_on_epoch() && ctx.device_mesh().tp.rank == 0 {
-            let batches = std::mem::take(&mut self.batches);
-            self.writer.write_on_epoch_end(ctx, &batches)?;
-        }
-        Ok(())
+        let batches = std::mem::take(&mut self.batches);
+        let done = match self.interval.is_on_epoch() && ctx.device_mesh().tp.rank == 0 {
+            true => self.writer.write_on_epoch_end(ctx, &batches),
+            false => Ok(()),
+        };
+        agreed(ctx, done)?;
+        if ctx.is_global_zero() { self.writer.finish(ctx) } else { Ok(()) }
     }
 }
 
+/// An error on all ranks if one has it.
+///
+/// # Collective
+/// All ranks must call it.
+fn agreed(ctx: &HookContext, done: anyhow::Result<()>) -> anyhow::Result<()> {
+    let Some(group) = ctx.process_group() else { return done };
+    let own = done.as_ref().err().map(|error| format!("{error:#}"));
+    let all = group.all_gather_object(&own)?;
+    done?;
+    let failed = all.iter().enumerate().find_map(|(rank, error)| Some((rank, error.as_ref()?)));
+    failed.map_or(Ok(()), |(rank, error)| Err(anyhow::anyhow!("rank {rank}: {error}")))
+}
+
 /// Writes safetensors files.
+#[derive(Default)]
 struct SafetensorsWriter {
     output_dir: Option<PathBuf>,
+    /// When it writes, if it goes on behind the files of batches that are there.
+    resumes: Option<WriteInterval>,
+    /// In which folders files of batches are, and what is behind their numbers, once it goes on.
+    found: Option<(PathBuf, String)>,
     /// The file of the epoch, and folders of batches.
     files: BTreeSet<PathBuf>,
 }
@@ -224,13 +272,88 @@ impl SafetensorsWriter {
     fn folder(&self, ctx: &HookContext) -> PathBuf {
         self.output_dir.clone().unwrap_or_else(|| ctx.log_dir().join("predictions"))
     }
+
+    /// What the files of a run are of, in `predictions.json`: rank 0 compares it with that of the run before.
+    fn check_origin(folder: &Path, origin: &Value) -> anyhow::Result<()> {
+        let path = folder.join("predictions.json");
+        match std::fs::read(&path) {
+            Ok(text) => {
+                let before: Value = serde_json::from_slice(&text)
+                    .with_context(|| format!("{} is no JSON; remove the folder", path.display()))?;
+                let is_same = before == *origin;
+                let remedy = "resume with those, or name another output_dir";
+                anyhow::ensure!(
+                    is_same,
+                    "predictions in {} are of {before}, not of {origin}; {remedy}",
+                    folder.display()
+                );
+                Ok(())
+            }
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                std::fs::create_dir_all(folder)?;
+                Ok(write_atomically(&path, |file| file.write_all(origin.to_string().as_bytes()))?)
+            }
+            Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
+        }
+    }
+}
+
+/// What is behind the stem of a file's name if there are several ranks.
+fn suffix(ranks: usize, rank: usize) -> String {
+    let rank = if ranks > 1 { format!("-{rank}") } else { String::new() };
+    format!("{rank}.safetensors")
 }
 
 /// `<stem>.safetensors`, with the rank behind the stem if there are several.
 fn path(ctx: &HookContext, folder: &Path, stem: &str) -> PathBuf {
     let dp = &ctx.device_mesh().dp;
-    let rank = if dp.size > 1 { format!("-{}", dp.rank) } else { String::new() };
-    folder.join(format!("{stem}{rank}.safetensors"))
+    folder.join(format!("{stem}{}", suffix(dp.size, dp.rank)))
+}
+
+/// Tells weights apart: their names, shapes and sums. Of weights that are sharded, no sums.
+fn digest(module: &dyn Module) -> Result<String> {
+    let _no_grad = tch::no_grad_guard();
+    let mut hasher = crc32fast::Hasher::new();
+    for (name, parameter) in module.named_parameters() {
+        hasher.update(format!("{name}{:?}", parameter.size()).as_bytes());
+        if !parameter.is_away() {
+            let values = parameter.leaf().f_to_device(tch::Device::Cpu)?.f_to_kind(Kind::Double)?; // sync point
+            for sum in [values.f_sum(Kind::Double)?, values.f_square()?.f_sum(Kind::Double)?] {
+                hasher.update(&sum.f_double_value(&[])?.to_le_bytes());
+            }
+        }
+    }
+    Ok(format!("{:08x}", hasher.finalize()))
+}
+
+/// The files of all ranks as one, each sample once, in the order of the data set. `None` if there are not rows of each sample.
+fn in_order(parts: &[Vec<(String, Tensor)>]) -> Result<Option<Vec<(String, Tensor)>>> {
+    let mut all = Vec::new();
+    let names: BTreeSet<&str> = parts.iter().flatten().map(|(name, _)| name.as_str()).collect();
+    let of = |part: &[(String, Tensor)], own: &str| {
+        part.iter().find(|(name, _)| name == own).map(|(_, tensor)| tensor.shallow_clone())
+    };
+    for name in &names {
+        let Some((loader, rest)) = name.split_once('.') else { return Ok(None) };
+        let samples_of = format!("{loader}.{INDICES}");
+        let (mut samples, mut rows) = (Vec::new(), Vec::new());
+        for part in parts {
+            let Some(own) = of(part, &samples_of).filter(|own| own.numel() > 0) else { continue };
+            let Some(values) = of(part, name) else { return Ok(None) };
+            if rest.contains('.') || values.size().first() != own.size().first() {
+                return Ok(None);
+            }
+            samples.extend(Vec::<i64>::try_from(&own)?);
+            rows.push(values);
+        }
+        let Some(rows) = joined(&rows.iter().collect::<Vec<_>>()) else { return Ok(None) };
+        let mut order: Vec<(i64, i64)> = samples.into_iter().zip(0..).collect();
+        order.sort_unstable();
+        order.dedup_by_key(|(sample, _)| *sample);
+        let order: Vec<i64> = order.into_iter().map(|(_, row)| row).collect();
+        all.push(((*name).to_owned(), rows.f_index_select(0, &Tensor::f_from_slice(&order)?)?));
+    }
+    Ok(Some(all))
 }
 
 fn indices(of: &[usize]) -> Result<Tensor> {
@@ -269,6 +392,56 @@ impl WritePredictions for SafetensorsWriter {
             "predict_step gave nothing for batch {} that PredictionWriter could write; return a tensor, or {remedy}",
             batch.batch_idx
         );
+        Ok(())
+    }
+
+    fn begin(&mut self, ctx: &HookContext, module: &dyn Module) -> anyhow::Result<()> {
+        let Some(interval) = self.resumes else { return Ok(()) };
+        let Some(folder) = self.output_dir.clone() else {
+            anyhow::bail!("PredictionWriter: resume needs the folder of the run before; set output_dir");
+        };
+        let is_by_batch = interval == WriteInterval::Batch;
+        anyhow::ensure!(
+            is_by_batch,
+            "PredictionWriter: resume needs a file for each batch; set write_interval=batch"
+        );
+        let dp = &ctx.device_mesh().dp;
+        if ctx.is_global_zero() {
+            let origin = json!({"ranks": dp.size, "weights": digest(module)?});
+            Self::check_origin(&folder, &origin)?;
+        }
+        self.found = Some((folder, suffix(dp.size, dp.rank)));
+        Ok(())
+    }
+
+    fn written(&self, dataloader_idx: usize) -> usize {
+        let Some((folder, suffix)) = &self.found else { return 0 };
+        let folder = folder.join(dataloader_idx.to_string());
+        (0..).take_while(|batch: &usize| folder.join(format!("{batch}{suffix}")).exists()).count()
+    }
+
+    fn finish(&mut self, ctx: &HookContext) -> anyhow::Result<()> {
+        let (folder, ranks) = (self.folder(ctx), ctx.device_mesh().dp.size);
+        let parts: Vec<PathBuf> =
+            (0..ranks).map(|rank| folder.join(format!("predictions{}", suffix(ranks, rank)))).collect();
+        if ranks == 1 || !self.files.contains(&parts[0]) {
+            return Ok(());
+        }
+        let all = match parts.iter().all(|part| part.exists()) {
+            true => in_order(&parts.iter().map(|part| read_weights(part)).collect::<Result<Vec<_>>>()?)?,
+            false => None,
+        };
+        let Some(all) = all else {
+            tracing::info!("predictions of each rank stay in a file of their own in {}", folder.display());
+            return Ok(());
+        };
+        let path = folder.join("predictions.safetensors");
+        write_weights(&all, &path)?;
+        for part in &parts {
+            std::fs::remove_file(part).with_context(|| format!("cannot remove {}", part.display()))?;
+            self.files.remove(part);
+        }
+        self.files.insert(path);
         Ok(())
     }
 

@@ -73,6 +73,13 @@ pub trait Callback: Send {
         None
     }
 
+    /// How many batches of a loader, from its beginning, `predict` is not to run again, since what it predicted for them is written.
+    /// Asked for behind `on_predict_epoch_start`; all ranks begin behind the fewest of a rank.
+    fn predicted_batches(&self, dataloader_idx: usize) -> usize {
+        let _ = dataloader_idx;
+        0
+    }
+
     /// Files and folders it has written for the user; the command line prints their paths.
     fn files(&self) -> Vec<PathBuf> {
         Vec::new()

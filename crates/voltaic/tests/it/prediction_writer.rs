@@ -6,17 +6,18 @@ use std::sync::{Arc, Mutex};
 use serde_json::json;
 use tempfile::TempDir;
 use voltaic::callback::{
-    PredictedBatch, PredictionWriter, PredictionWriterConfig, WriteInterval, WritePredictions,
+    Callback, PredictedBatch, PredictionWriter, PredictionWriterConfig, WriteInterval, WritePredictions,
 };
 use voltaic::checkpoint::read_weights;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::nn::Parameter;
 use voltaic::optim::{Optimizers, Sgd};
+use voltaic::trainer::TrainerBuilder;
 use voltaic::{Kind, Module, Tensor};
 
-use crate::ddp::{folder_of_parent, run_ranks};
-use crate::probe::{names, plays, silent};
+use crate::ddp::{FOLDER, folder_of_parent};
+use crate::probe::{names, own_process, plays, silent, text_of};
 
 /// Predicts the sum of each sample, or of the whole batch.
 #[derive(Module)]
@@ -122,6 +123,7 @@ fn predictions_that_cannot_be_joined_are_written_apart() {
     let config = PredictionWriterConfig {
         output_dir: Some(folder.path().into()),
         write_interval: WriteInterval::Epoch,
+        ..Default::default()
     };
     let mut trainer = silent().callback(PredictionWriter::from(config)).build().unwrap();
     let mut net = Sums { of_batches: true, ..Sums::new() };
@@ -167,31 +169,130 @@ fn a_writer_of_ones_own_gets_what_its_interval_says() {
 }
 
 #[test]
-fn each_rank_writes_its_part() {
+fn batches_of_each_rank_are_in_files_and_an_epoch_is_in_the_order_of_the_samples() {
     if plays("rank") {
         let folder = folder_of_parent();
         let config = PredictionWriterConfig {
             output_dir: Some(folder.join("out")),
             write_interval: WriteInterval::BatchAndEpoch,
+            ..Default::default()
         };
         let builder = silent().default_root_dir(folder).accelerator("cpu").devices(2).strategy("ddp");
         let mut trainer = builder.callback(PredictionWriter::from(config)).build().unwrap();
-        trainer.predict(&mut Sums::new(), &mut Loaders::new().predict(loader(5))).unwrap();
+        let mut net = Sums { of_batches: std::env::var(OF_BATCHES).is_ok(), ..Sums::new() };
+        trainer.predict(&mut net, &mut Loaders::new().predict(loader(5))).unwrap();
+        let files = trainer.files().into_iter().map(|file| file.file_name().unwrap().to_owned());
+        println!("\nfiles: {:?}", files.collect::<Vec<_>>());
         return;
     }
     let folder = TempDir::new().unwrap();
-    run_ranks("rank", folder.path());
+    let text = text_of(&own_process("rank").env(FOLDER, folder.path()).output().unwrap());
+    assert!(text.contains(r#"files: ["0", "predictions.safetensors"]"#), "{text}");
     let out = folder.path().join("out");
-    assert_eq!(names(&out), ["0", "predictions-0.safetensors", "predictions-1.safetensors"]);
+    assert_eq!(names(&out), ["0", "predictions.safetensors"]);
     assert_eq!(names(&out.join("0")), ["0-0.safetensors", "0-1.safetensors", "1-0.safetensors"]);
-    let mut seen = Vec::new();
-    for rank in 0..2 {
-        let part = read(&out.join(format!("predictions-{rank}.safetensors")));
+    let all = read(&out.join("predictions.safetensors"));
+    assert_eq!(all[0].1, [0.0, 1.0, 2.0, 3.0, 4.0], "each sample once, in the order of the data set");
+    check(&all[0].1, &all[1].1);
+
+    // what has no row for each sample stays in the files of the ranks
+    let folder = TempDir::new().unwrap();
+    text_of(&own_process("rank").env(FOLDER, folder.path()).env(OF_BATCHES, "1").output().unwrap());
+    let parts = ["0", "predictions-0.safetensors", "predictions-1.safetensors"];
+    assert_eq!(names(&folder.path().join("out")), parts);
+}
+
+/// Set if a prediction is one of a batch.
+const OF_BATCHES: &str = "VOLTAIC_TEST_OF_BATCHES";
+
+/// Fails at this batch.
+struct FailAt(usize);
+
+impl Callback for FailAt {
+    fn on_predict_batch_start(&mut self, ctx: &mut HookContext, _: &mut dyn Module) -> anyhow::Result<()> {
+        anyhow::ensure!(ctx.batch_idx() != self.0, "fails on purpose");
+        Ok(())
+    }
+}
+
+/// Predicts five samples in three batches; returns how many batches were predicted.
+fn resume(builder: TrainerBuilder, config: PredictionWriterConfig, net: &mut Sums) -> voltaic::Result<usize> {
+    let mut trainer = builder.callback(PredictionWriter::from(config)).build().unwrap();
+    Ok(trainer.predict(net, &mut Loaders::new().predict(loader(5)))?[0].len())
+}
+
+#[test]
+fn a_run_that_was_interrupted_goes_on_behind_its_files() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("out");
+    let config =
+        |resume| PredictionWriterConfig { output_dir: Some(out.clone()), resume, ..Default::default() };
+    let error = resume(silent().callback(FailAt(2)), config(true), &mut Sums::new()).unwrap_err().to_string();
+    assert!(error.contains("fails on purpose"), "{error}");
+    assert_eq!(names(&out.join("0")), ["0.safetensors", "1.safetensors"]);
+    let before = std::fs::read(out.join("0/0.safetensors")).unwrap();
+
+    let mut other = Sums::new();
+    let _ = tch::no_grad(|| other.weight.tensor().shallow_clone().fill_(2.0));
+    let error = resume(silent(), config(true), &mut other).unwrap_err().to_string();
+    assert!(error.contains("are of {\"ranks\":1,\"weights\":") && error.contains("output_dir"), "{error}");
+
+    assert_eq!(resume(silent(), config(true), &mut Sums::new()).unwrap(), 1, "the last of three batches");
+    assert_eq!(names(&out), ["0", "predictions.json"]);
+    assert_eq!(std::fs::read(out.join("0/0.safetensors")).unwrap(), before);
+    let mut seen: Vec<f64> = Vec::new();
+    for batch in 0..3 {
+        let part = read(&out.join(format!("0/{batch}.safetensors")));
         check(&part[0].1, &part[1].1);
-        seen.extend(part[0].1.iter().copied());
+        seen.extend(&part[0].1);
     }
     seen.sort_by(f64::total_cmp);
-    assert_eq!(seen, [0.0, 1.0, 2.0, 3.0, 4.0], "each sample once");
+    assert_eq!(seen, [0.0, 1.0, 2.0, 3.0, 4.0]);
+    assert_eq!(resume(silent(), config(true), &mut Sums::new()).unwrap(), 0, "all is there");
+    assert_eq!(resume(silent(), config(false), &mut Sums::new()).unwrap(), 3);
+
+    let refused = [
+        (PredictionWriterConfig { resume: true, ..Default::default() }, "set output_dir"),
+        (
+            PredictionWriterConfig { write_interval: WriteInterval::Epoch, ..config(true) },
+            "set write_interval=batch",
+        ),
+    ];
+    for (config, expected) in refused {
+        let error = resume(silent(), config, &mut Sums::new()).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn ranks_go_on_behind_the_fewest_batches_of_one() {
+    if plays("begin") || plays("end") {
+        let out = folder_of_parent().join("out");
+        let config = PredictionWriterConfig { output_dir: Some(out), resume: true, ..Default::default() };
+        let mut builder = silent().default_root_dir(folder_of_parent()).accelerator("cpu").devices(2);
+        builder = builder.strategy("ddp");
+        if plays("begin") {
+            builder = builder.limit_predict_batches(2);
+        }
+        let mut trainer = builder.callback(PredictionWriter::from(config)).build().unwrap();
+        let all = trainer.predict(&mut Sums::new(), &mut Loaders::new().predict(loader(12))).unwrap();
+        println!("\nrank {}: {}", trainer.world().rank, all[0].len());
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    let run = |part| text_of(&own_process(part).env(FOLDER, folder.path()).output().unwrap());
+    run("begin");
+    std::fs::remove_file(folder.path().join("out/0/1-1.safetensors")).unwrap();
+    let text = run("end");
+    assert!(text.contains("rank 0: 2"), "{text}"); // the second and the last of three
+    let mut seen: Vec<f64> = Vec::new();
+    for (batch, rank) in [0, 1, 2].into_iter().flat_map(|batch| [(batch, 0), (batch, 1)]) {
+        let part = read(&folder.path().join(format!("out/0/{batch}-{rank}.safetensors")));
+        check(&part[0].1, &part[1].1);
+        seen.extend(&part[0].1);
+    }
+    seen.sort_by(f64::total_cmp);
+    assert_eq!(seen, (0..12).map(f64::from).collect::<Vec<_>>());
 }
 
 /// Predicts nothing by itself; gives the sums and the batch by name, and a text for those who ask.
@@ -237,6 +338,7 @@ fn tensors_given_by_name_are_written_by_name() {
     let config = PredictionWriterConfig {
         output_dir: Some(folder.path().into()),
         write_interval: WriteInterval::BatchAndEpoch,
+        ..Default::default()
     };
     let mut trainer = silent().callback(PredictionWriter::from(config)).build().unwrap();
     let mut data = Loaders::new().predict(loader(5));
@@ -273,6 +375,7 @@ fn what_cannot_be_written_is_refused_at_its_first_batch() {
             let config = PredictionWriterConfig {
                 output_dir: Some(folder.path().join("out")),
                 write_interval: interval,
+                ..Default::default()
             };
             let mut trainer = silent().callback(PredictionWriter::from(config)).build().unwrap();
             let mut data = Loaders::new().predict(loader(5));

@@ -211,6 +211,7 @@ fn norms_and_predictions(ranks: usize, folder: &Path) {
         let config = PredictionWriterConfig {
             output_dir: Some(written.clone()),
             write_interval: WriteInterval::Epoch,
+            ..Default::default()
         };
         let writer = PredictionWriter::from(config);
         let mut net =

@@ -178,20 +178,31 @@ impl<M: LightningModule> Session<'_, M> {
         data: &EvalLoaders<M::Batch>,
         mut body: impl FnMut(&mut Self, &mut M::Batch, BatchFacts) -> Result<()>,
     ) -> Result<()> {
-        let num_batches_of_ranks = match self.run.world().group().cloned() {
+        let done =
+            |loader| self.run.callbacks.iter().map(|callback| callback.predicted_batches(loader)).max();
+        let done: Vec<usize> = match self.run.at.stage {
+            Stage::Predict => (0..data.loaders.len()).map(|loader| done(loader).unwrap_or(0)).collect(),
+            _ => vec![0; data.loaders.len()],
+        };
+        let of_ranks = match self.run.world().group().cloned() {
             Some(group) if group.world_size() > 1 => {
                 let _named = collective_scope("numbers of batches");
-                group.all_gather_object(&data.num_batches.to_vec())?
+                group.all_gather_object(&(data.num_batches.to_vec(), done))?
             }
-            _ => vec![data.num_batches.to_vec()],
+            _ => vec![(data.num_batches.to_vec(), done)],
         };
+        let first_batch = |loader: usize| of_ranks.iter().map(|(_, done)| done[loader]).min().unwrap_or(0);
+        let first_batches: Vec<usize> = (0..data.loaders.len()).map(first_batch).collect();
+        let num_batches_of_ranks: Vec<Vec<usize>> =
+            of_ranks.into_iter().map(|(batches, _)| batches).collect();
         self.run.engine.strategy.begin_evaluation(self.module, &num_batches_of_ranks)?;
         let has_several = data.loaders.len() > 1;
         let mut remaining: usize = data.num_batches.iter().sum();
         for (dataloader_idx, (loader, &num_batches)) in data.loaders.iter().zip(data.num_batches).enumerate()
         {
             let epoch = self.run.at.progress.current_epoch;
-            let range = EpochRange { epoch, first_batch: 0, num_batches: Some(num_batches) };
+            let first_batch = first_batches[dataloader_idx].min(num_batches);
+            let range = EpochRange { epoch, first_batch, num_batches: Some(num_batches - first_batch) };
             let mut batches = loader.iter(range)?;
             let action = actions::next_eval_batch(self.run.at.stage);
             while let Some(batch) = self.next_batch(&mut batches, action)? {
