@@ -52,9 +52,10 @@ pub(super) fn generate<M: LightningModule + CausalLm>(
     if is_printer && let Some(done) = module.done.take() {
         let tokens: usize = done.sequences.iter().map(|sequence| sequence.tokens.len()).sum();
         tracing::info!(
-            "{tokens} tokens; {:.3} s to the first, then {:.1} tokens/s",
+            "{tokens} tokens; {:.3} s to the first, then {:.1} tokens/s; keys and values take {} bytes",
             done.prefill.as_secs_f64(),
-            done.tokens_per_second()
+            done.tokens_per_second(),
+            done.cache_bytes
         );
     }
     Ok(())

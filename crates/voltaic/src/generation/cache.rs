@@ -4,7 +4,9 @@ use std::cell::{Cell, RefCell};
 
 use tch::{Kind, Tensor};
 
+use crate::dtype::bytes_of;
 use crate::error::{ModuleError, Problem, Result};
+use crate::nn::KvCacheLayer;
 use crate::nn::functional::scaled_dot_product_attention;
 
 /// Keys and values of the tokens seen so far, in memory that is allocated once for `capacity` tokens of each sequence.
@@ -146,6 +148,31 @@ impl KvCache {
     /// # Errors
     /// [`ModuleError::Input`] outside of a pass, or if the shapes are not those of the layer; libtorch's.
     pub fn attend(&self, layer: usize, query: &Tensor, key: &Tensor, value: &Tensor) -> Result<Tensor> {
+        self.attend_as(layer, None, [query, key, value])
+    }
+
+    /// [`KvCache::attend`] with keys and values that these two modules of the layer quantize, once they are converted: the cache keeps one
+    /// byte for each number, and attention sees the numbers of these bytes.
+    ///
+    /// # Errors
+    /// As [`KvCache::attend`]; as [`KvCacheLayer::quantize`].
+    pub fn attend_by(
+        &self,
+        layer: usize,
+        k_and_v_cache: [&KvCacheLayer; 2],
+        query: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+    ) -> Result<Tensor> {
+        self.attend_as(layer, Some(k_and_v_cache), [query, key, value])
+    }
+
+    fn attend_as(
+        &self,
+        layer: usize,
+        by: Option<[&KvCacheLayer; 2]>,
+        [query, key, value]: [&Tensor; 3],
+    ) -> Result<Tensor> {
         let step = self.step.borrow();
         let step = step.as_ref().ok_or_else(no_pass)?;
         let shape = key.size();
@@ -155,6 +182,11 @@ impl KvCache {
             let remedy = format!("give [{}, heads, {}, head_dim] each", self.batch(), step.time);
             return Err(wrong(what, remedy));
         }
+        let kinds = [key.kind(), value.kind()];
+        let [key, value] = match by {
+            None => [key, value].map(Tensor::shallow_clone),
+            Some([k_cache, v_cache]) => [k_cache.quantize(key)?, v_cache.quantize(value)?],
+        };
         let mut layers = self.layers.borrow_mut();
         if layer > layers.len() {
             return Err(wrong(
@@ -167,20 +199,33 @@ impl KvCache {
                 let [batch, heads, _, dim] = like.size()[..] else { return Err(no_pass()) };
                 Ok(Tensor::f_zeros([batch, heads, self.capacity, dim], (like.f_kind()?, like.device()))?)
             };
-            layers.push([empty(key)?, empty(value)?]);
+            layers.push([empty(&key)?, empty(&value)?]);
         }
         let [keys, values] = &mut layers[layer];
-        if self.is_static.get() {
-            let _ = keys.f_index_copy_(2, &step.slots, key)?;
-            let _ = values.f_index_copy_(2, &step.slots, value)?;
-            return scaled_dot_product_attention(query, keys, values, step.mask.as_ref(), 0.0, false);
-        }
-        keys.f_narrow(2, step.start, step.time)?.f_copy_(key)?;
-        values.f_narrow(2, step.start, step.time)?.f_copy_(value)?;
-        let end = step.start + step.time;
-        let (keys, values) = (keys.f_narrow(2, 0, end)?, values.f_narrow(2, 0, end)?);
+        let is_static = self.is_static.get();
+        let (keys, values) = if is_static {
+            let _ = keys.f_index_copy_(2, &step.slots, &key)?;
+            let _ = values.f_index_copy_(2, &step.slots, &value)?;
+            (keys.shallow_clone(), values.shallow_clone())
+        } else {
+            keys.f_narrow(2, step.start, step.time)?.f_copy_(&key)?;
+            values.f_narrow(2, step.start, step.time)?.f_copy_(&value)?;
+            let end = step.start + step.time;
+            (keys.f_narrow(2, 0, end)?, values.f_narrow(2, 0, end)?)
+        };
+        let (keys, values) = match by {
+            None => (keys, values),
+            Some([k_cache, v_cache]) => {
+                (k_cache.dequantize(&keys, kinds[0])?, v_cache.dequantize(&values, kinds[1])?)
+            }
+        };
         let is_causal = step.mask.is_none() && step.time > 1;
         scaled_dot_product_attention(query, &keys, &values, step.mask.as_ref(), 0.0, is_causal)
+    }
+
+    /// Bytes that the keys and values of all layers take.
+    pub fn num_bytes(&self) -> usize {
+        self.layers.borrow().iter().flatten().map(bytes_of).sum()
     }
 
     /// The last token of each sequence in what a pass gave, `[batch, time, *]` to `[batch, *]`.

@@ -90,6 +90,8 @@ pub struct Generations {
     pub prefill: Duration,
     /// Time of all that follow.
     pub decode: Duration,
+    /// Bytes that the cache of keys and values had.
+    pub cache_bytes: usize,
 }
 
 impl Generations {
@@ -174,7 +176,7 @@ impl<'a, M: CausalLm + ?Sized> Generator<'a, M> {
         let device = self.device()?;
         let context = self.model.context_length();
         let began = Instant::now();
-        let mut prefill = None;
+        let (mut prefill, mut cache_bytes) = (None, 0);
         loop {
             // beyond the context, each token takes this path: the model sees other places of the same tokens
             let (tokens, padding) = last_tokens(&sequences, context);
@@ -186,7 +188,9 @@ impl<'a, M: CausalLm + ?Sized> Generator<'a, M> {
             let logits = self.pass(&tokens, &cache)?;
             let has_ended = self.choose(&logits, &mut sequences)?;
             prefill.get_or_insert_with(|| began.elapsed());
-            if has_ended || self.decode(&cache, &mut sequences, device)? {
+            let has_ended = has_ended || self.decode(&cache, &mut sequences, device)?;
+            cache_bytes = cache_bytes.max(cache.num_bytes());
+            if has_ended {
                 break;
             }
         }
@@ -196,7 +200,8 @@ impl<'a, M: CausalLm + ?Sized> Generator<'a, M> {
             finish_reason: sequence.finish_reason.unwrap_or(FinishReason::Length),
         };
         let decode = began.elapsed().saturating_sub(prefill);
-        Ok(Generations { sequences: sequences.into_iter().map(finished).collect(), prefill, decode })
+        let sequences = sequences.into_iter().map(finished).collect();
+        Ok(Generations { sequences, prefill, decode, cache_bytes })
     }
 
     /// One token for each sequence and pass, until all have ended or the cache is full; returns whether all have ended.

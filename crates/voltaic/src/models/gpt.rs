@@ -10,7 +10,8 @@ use crate::generation::{CausalLm, KvCache};
 use crate::nn::functional::{cross_entropy, gelu, scaled_dot_product_attention};
 use crate::nn::parallel::{ColwiseParallel, ParallelPlan, RowwiseParallel};
 use crate::nn::{
-    Callable, Dropout, Embedding, Forward, LayerNorm, Linear, Module, ModuleExt, init, within_call,
+    Callable, Dropout, Embedding, Forward, KvCacheLayer, LayerNorm, Linear, Module, ModuleExt, init,
+    within_call,
 };
 
 const MAX_LAYERS: i64 = 1 << 16;
@@ -290,6 +291,8 @@ struct CausalSelfAttention {
     c_proj: Linear,
     attn_dropout: Dropout,
     resid_dropout: Dropout,
+    k_cache: KvCacheLayer,
+    v_cache: KvCacheLayer,
     head_dim: i64,
 }
 
@@ -301,6 +304,8 @@ impl CausalSelfAttention {
             c_proj: Linear::builder(n_embd, n_embd).bias(bias).build()?,
             attn_dropout: Dropout::new(dropout)?,
             resid_dropout: Dropout::new(dropout)?,
+            k_cache: KvCacheLayer::new(),
+            v_cache: KvCacheLayer::new(),
             head_dim: n_embd / n_head,
         })
     }
@@ -326,8 +331,12 @@ impl CausalSelfAttention {
         };
         let (query, key, value) = (by_head(&qkv[0])?, by_head(&qkv[1])?, by_head(&qkv[2])?);
         let y = match cache {
-            Some((cache, layer)) => cache.attend(layer, &query, &key, &value)?,
+            Some((cache, layer)) => {
+                cache.attend_by(layer, [&self.k_cache, &self.v_cache], &query, &key, &value)?
+            }
             None => {
+                self.k_cache.measure(&key)?;
+                self.v_cache.measure(&value)?;
                 let dropout_p = self.attn_dropout.active_p();
                 scaled_dot_product_attention(&query, &key, &value, None, dropout_p, true)?
             }

@@ -96,6 +96,7 @@ pub use layers::conv::{Conv, Conv1d, Conv2d, ConvBuilder};
 pub use layers::conv_transpose::{ConvTranspose2d, ConvTranspose2dBuilder};
 pub use layers::dropout::Dropout;
 pub use layers::embedding::{Embedding, EmbeddingBuilder};
+pub use layers::kv_cache::KvCacheLayer;
 pub use layers::linear::{Linear, LinearBuilder};
 pub use layers::matmul::Matmul;
 pub use layers::norm::{GroupNorm, GroupNormBuilder, LayerNorm, LayerNormBuilder, NormalizedShape};

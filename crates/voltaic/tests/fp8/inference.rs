@@ -63,13 +63,13 @@ fn tensor(values: &[f32], shape: &[i64]) -> Tensor {
     Tensor::from_slice(values).reshape(shape)
 }
 
-fn settings(given: Value) -> QuantConfig {
+pub fn settings(given: Value) -> QuantConfig {
     let Value::Object(given) = given else { panic!("a mapping") };
     QuantConfig::from_dict(given, "quant").unwrap()
 }
 
 /// Measures what `calls` does with the module in `folder`, and quantizes by these settings.
-fn quantize<M: ModuleExt>(module: &mut M, given: Value, folder: &Path, calls: impl Fn(&M)) {
+pub fn quantize<M: ModuleExt>(module: &mut M, given: Value, folder: &Path, calls: impl Fn(&M)) {
     let mut given = given;
     given["dump_stats_path"] = json!(folder.join("measure"));
     let config = settings(given);

@@ -18,6 +18,7 @@ mod silent;
 
 mod graphs;
 mod inference;
+mod kv_cache;
 mod layers;
 mod operators;
 mod runs;

@@ -38,6 +38,8 @@ fn a_quantized_gpt_validates_and_generates() {
     // the configuration beside the checkpoint is used
     let quantize = ["quantize", &checkpoint, "--stage=validate", "--output=small.safetensors"];
     let (text, errors) = run(folder, &[&quantize[..], &["--trainer.enable_progress_bar=false"]].concat());
+    let rows: Vec<&str> = text.lines().filter(|line| line.contains(" KvCacheLayer ")).collect();
+    assert!(rows.len() == 4 && rows[1].starts_with("transformer.h.0.attn.v_cache"), "{text}");
     let rows: Vec<&str> = text.lines().filter(|line| line.contains(" Linear ")).collect();
     assert!(rows.len() == 8 && rows[0].starts_with("transformer.h.0.attn.c_attn"), "{text}");
     assert!(rows.iter().all(|row| row.matches(" %").count() == 4 && row.contains("0.000 %")), "{text}");
@@ -65,6 +67,24 @@ fn a_quantized_gpt_validates_and_generates() {
     assert!(text.starts_with("the cat") && text.chars().count() == 38, "{text:?}");
     for more in [&["--graph"][..], &["--trainer.accelerator=hpu", "--graph"]] {
         assert_eq!(generate(more), text, "{more:?}");
+    }
+
+    // a cache in float8 beside weights that are not: the most likely text begins with the same letters, in a quarter of the memory
+    let quant = r#"{"allowlist": {"types": ["KVCache"]}}"#;
+    std::fs::write(folder.join("cache.json"), quant).unwrap();
+    let cache = ["--quant=cache.json", "--output=cache.safetensors", "--trainer.enable_progress_bar=false"];
+    run(folder, &[&["quantize", &checkpoint, "--stage=validate"][..], &cache].concat());
+    let likely = |ckpt_path: &str| {
+        let greedy = ["--prompt=the cat", "--prompt=and the dog ", "--temperature=0", "--max_new_tokens=60"];
+        let (text, errors) = run(folder, &[&["generate", ckpt_path][..], &model, &greedy].concat());
+        let bytes = errors.split("keys and values take ").nth(1).and_then(|rest| rest.split(' ').next());
+        (text, bytes.unwrap().parse::<usize>().unwrap())
+    };
+    let ((text, bytes), (quantized, few)) = (likely(&checkpoint), likely("--ckpt_path=cache.safetensors"));
+    assert_eq!(few * 4, bytes);
+    for (text, quantized) in text.lines().zip(quantized.lines()) {
+        let same = text.chars().zip(quantized.chars()).take_while(|(a, b)| a == b).count();
+        assert!(same >= "and the dog ".len() + 6, "{text:?} {quantized:?}");
     }
 }
 

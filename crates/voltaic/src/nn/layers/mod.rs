@@ -7,6 +7,7 @@ pub(super) mod conv;
 pub(super) mod conv_transpose;
 pub(super) mod dropout;
 pub(super) mod embedding;
+pub(super) mod kv_cache;
 pub(super) mod linear;
 pub(super) mod matmul;
 pub(super) mod norm;

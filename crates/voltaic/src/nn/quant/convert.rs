@@ -127,8 +127,8 @@ fn measure(module: &dyn Module, config: &QuantConfig) -> Result<Converted> {
     }
     if measured == 0 {
         tracing::warn!(
-            "no layer of {} is measured: there is no Linear, Conv2d, Matmul, Softmax or FusedAttention that allowlist and \
-             blocklist let through",
+            "no layer of {} is measured: there is no Linear, Conv2d, Matmul, Softmax, FusedAttention or KvCacheLayer that allowlist \
+             and blocklist let through",
             module.type_name()
         );
     }
@@ -261,6 +261,46 @@ pub(super) fn dtype_of(format: QuantFormat) -> Kind {
     }
 }
 
+/// The layers to quantize, with how scales of their inputs are rounded, and those that stay as they are.
+type Selected<'a> = (Vec<(Layer<'a>, Rounding)>, Vec<Layer<'a>>);
+
+fn select<'a>(all: Vec<Layer<'a>>, config: &QuantConfig, scaler: &Scaler) -> Result<Selected<'a>> {
+    let (mut selected, mut rest, mut caches) = (Vec::new(), Vec::new(), Vec::new());
+    let method = scaler.method;
+    for layer in all {
+        if !config.takes(&layer.fqn, layer.type_name) {
+            rest.push(layer);
+            continue;
+        }
+        if layer.is_tied {
+            tracing::info!("layer {} stays as it is: another module has its weight, too", layer.fqn);
+            rest.push(layer);
+            continue;
+        }
+        let (fqn, layer_type) = (&layer.fqn, layer.layer_type);
+        match method.of_inputs(layer_type, scaler.device) {
+            Some(rounding) => selected.push((layer, rounding)),
+            None if layer_type == LayerType::KvCache => {
+                caches.push(fqn.clone());
+                rest.push(layer);
+            }
+            None => {
+                let (kind, type_name) = (layer_type.name(), layer.type_name);
+                let what = format!("{method} has no scales for {kind} ({type_name} {fqn})");
+                let remedy = format!("use maxabs_hw, or name {type_name} in blocklist.types");
+                return Err(ConfigError::new("scale_method", what, remedy).into());
+            }
+        }
+    }
+    if !caches.is_empty() {
+        let caches = caches.join(", ");
+        tracing::warn!(
+            "{method} has no scales for kv_cache, which stays as it is: {caches}; maxabs_hw has some"
+        );
+    }
+    Ok((selected, rest))
+}
+
 fn quantize(module: &dyn Module, config: &QuantConfig, folders: &[PathBuf]) -> Result<Converted> {
     let all = layers(module);
     if all.iter().any(|layer| layer.quantized().is_some()) {
@@ -277,28 +317,9 @@ fn quantize(module: &dyn Module, config: &QuantConfig, folders: &[PathBuf]) -> R
         format: kernel_format(config.fp8_config),
         device: config.scale_device(),
     };
-    let (mut prepared, mut unmeasured, mut rest) = (Vec::new(), Vec::new(), Vec::new());
-    for layer in all {
-        if !config.takes(&layer.fqn, layer.type_name) {
-            rest.push(layer);
-            continue;
-        }
-        if layer.is_tied {
-            tracing::info!("layer {} stays as it is: another module has its weight, too", layer.fqn);
-            rest.push(layer);
-            continue;
-        }
-        let Some(rounding) = scaler.method.of_inputs(layer.layer_type, scaler.device) else {
-            let what = format!(
-                "{} has no scales for {} ({} {})",
-                scaler.method,
-                layer.layer_type.name(),
-                layer.type_name,
-                layer.fqn
-            );
-            let remedy = format!("use maxabs_hw, or name {} in blocklist.types", layer.type_name);
-            return Err(ConfigError::new("scale_method", what, remedy).into());
-        };
+    let (selected, rest) = select(all, config, &scaler)?;
+    let (mut prepared, mut unmeasured) = (Vec::new(), Vec::new());
+    for (layer, rounding) in selected {
         let measured = match measures.layers.get(&layer.fqn) {
             Some(measured) => measured.clone(),
             None if scaler.method.needs_no_measures() => LayerMeasures {

@@ -10,6 +10,7 @@ use crate::nn::compute::{Compute, ComputeMode};
 use crate::nn::fp8_attention::FusedAttention;
 use crate::nn::layers::activation::Softmax;
 use crate::nn::layers::conv::Conv2d;
+use crate::nn::layers::kv_cache::KvCacheLayer;
 use crate::nn::layers::linear::Linear;
 use crate::nn::layers::matmul::Matmul;
 use crate::nn::module::{Identity, Member, Module, identity};
@@ -109,6 +110,8 @@ pub(super) fn layers(root: &dyn Module) -> Vec<Layer<'_>> {
             plain(LayerType::Matmul, &layer.compute, 2)
         } else if let Some(layer) = unwrapped::<Softmax>(module) {
             plain(LayerType::Softmax, &layer.compute, 1)
+        } else if let Some(layer) = unwrapped::<KvCacheLayer>(module) {
+            plain(LayerType::KvCache, &layer.compute, 1)
         } else if let Some(layer) = unwrapped::<FusedAttention>(module) {
             plain(LayerType::FusedSdpa, &layer.compute, 4)
         } else {

@@ -288,6 +288,22 @@ impl Quantized {
         Ok(fp8_to(&codes, Kind::Float)?.f_mul(&scale_inv)?.f_to_kind(dtype)?)
     }
 
+    /// The codes of keys or values, as bytes.
+    pub(crate) fn codes_of(&self, states: &Tensor) -> Result<Tensor> {
+        let call = self.begin(states)?;
+        let Fp8Tensor { codes, .. } = self.cast(self.input(&call.scales, 0)?, states, -1)?;
+        Ok(codes.f_view_dtype(Kind::Uint8)?)
+    }
+
+    /// The keys or values of such codes.
+    pub(crate) fn numbers_of(&self, codes: &Tensor, dtype: Kind) -> Result<Tensor> {
+        let call = self.begin(codes)?;
+        let wide = if dtype == Kind::BFloat16 { dtype } else { Kind::Float };
+        let mut numbers = fp8_to(&codes.f_view_dtype(self.dtype)?, wide)?;
+        let _ = numbers.f_mul_(&self.input(&call.scales, 0)?.scale.scale_inv)?;
+        Ok(numbers.f_to_kind(dtype)?)
+    }
+
     /// Attention of queries, keys and values; `weights` makes weights of scores.
     pub(crate) fn attend(
         &self,

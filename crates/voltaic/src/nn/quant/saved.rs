@@ -18,6 +18,7 @@ const WEIGHT_IN: &str = "weight_scale_in";
 const INPUT: &str = "input_scale";
 const OUTPUT: &str = "output_scale";
 const HP_DTYPE: &str = "hp_dtype";
+const FP8_DTYPE: &str = "fp8_dtype";
 
 fn input_name(slot: usize) -> String {
     if slot == 0 { INPUT.to_owned() } else { format!("{INPUT}_{slot}") }
@@ -30,7 +31,7 @@ pub fn is_quantized(module: &impl ModuleExt) -> bool {
 
 /// The scales of quantized layers, by name: `fc.weight_scale` `[1]` or `[out]`, `fc.input_scale` `[1]` or `[in]`, `input_scale_1` and so on
 /// of further inputs, `output_scale`. Numbers are codes times scales. An empty tensor `hp_dtype` has the dtype of what a layer gives, if
-/// that is set.
+/// that is set; without a weight `fp8_dtype` has that of its codes.
 pub(crate) fn scales(module: &dyn Module) -> Result<Vec<(String, Tensor)>> {
     let mut named = Vec::new();
     for layer in layers(module) {
@@ -51,6 +52,10 @@ pub(crate) fn scales(module: &dyn Module) -> Result<Vec<(String, Tensor)>> {
         }
         if let Some(output) = output {
             add(OUTPUT, &[*output])?;
+        }
+        if layer.weight.is_none() {
+            let empty = Tensor::f_zeros([0], (Kind::Uint8, tch::Device::Cpu))?;
+            named.push((format!("{}.{FP8_DTYPE}", layer.fqn), empty.f_view_dtype(quantized.dtype)?));
         }
         if let Some(dtype) = quantized.hp_dtype {
             named.push((
@@ -111,7 +116,7 @@ pub(crate) fn restore(module: &dyn Module, weights: &mut Vec<(String, Tensor)>) 
     let is_scale = |name: &str| {
         let (fqn, last) = name.rsplit_once('.').unwrap_or(("", name));
         let is_input = last.strip_prefix(INPUT).is_some_and(|rest| rest.is_empty() || rest.starts_with('_'));
-        let is_one = is_input || [WEIGHT, WEIGHT_IN, OUTPUT, HP_DTYPE].contains(&last);
+        let is_one = is_input || [WEIGHT, WEIGHT_IN, OUTPUT, HP_DTYPE, FP8_DTYPE].contains(&last);
         is_one.then(|| (fqn.to_owned(), last.to_owned()))
     };
     let of_float8 = |tensor: &Tensor| matches!(tensor.kind(), Kind::Float8e4m3fn | Kind::Float8e5m2);
@@ -137,7 +142,10 @@ pub(crate) fn restore(module: &dyn Module, weights: &mut Vec<(String, Tensor)>) 
             .into());
         };
         let dtype = match layer.weight {
-            None => common.unwrap_or(Kind::Float8e4m3fn),
+            None => {
+                let own = own.iter().find(|(name, tensor)| name == FP8_DTYPE && of_float8(tensor));
+                own.map(|(_, tensor)| tensor.kind()).or(common).unwrap_or(Kind::Float8e4m3fn)
+            }
             Some(weight) => {
                 let values = weights.iter().find(|(name, _)| *name == format!("{fqn}.weight"));
                 let Some((_, values)) = values.filter(|(_, values)| of_float8(values)) else {
@@ -179,7 +187,7 @@ fn read_scales(
     };
     let mut scales = LayerScales { inputs: vec![Vec::new(); layer.num_inputs], ..LayerScales::default() };
     let mut hp_dtype = None;
-    for (name, tensor) in own {
+    for (name, tensor) in own.iter().filter(|(name, _)| name != FP8_DTYPE) {
         if name == HP_DTYPE {
             let kind = tensor.kind();
             if !matches!(kind, Kind::BFloat16 | Kind::Half | Kind::Float) || tensor.numel() != 0 {

@@ -37,7 +37,7 @@ pub struct LayerList {
     /// Parts of fqns.
     pub names: Vec<String>,
     /// Names of types, of which the part behind the last dot counts: `torch.nn.Linear`, `Conv2d`. `BMM` is `Matmul`, `ModuleFusedSDPA`
-    /// is `FusedAttention`.
+    /// is `FusedAttention`, `KVCache` is `KvCacheLayer`.
     pub types: Vec<String>,
 }
 
@@ -52,6 +52,7 @@ impl LayerList {
             let name = match name {
                 "BMM" => "Matmul",
                 "ModuleFusedSDPA" => "FusedAttention",
+                "KVCache" | "VLLMKVCache" => "KvCacheLayer",
                 name => name,
             };
             name == type_name
@@ -394,11 +395,12 @@ mod tests {
     #[test]
     fn lists_know_names_of_types() {
         let types = |types: Value| dict(json!({"allowlist": {"types": types}})).unwrap();
-        let given = types(json!(["torch.nn.Linear", "BMM", "ModuleFusedSDPA"]));
+        let given = types(json!(["torch.nn.Linear", "BMM", "ModuleFusedSDPA", "KVCache"]));
         for (type_name, takes) in [
             ("Linear", true),
             ("Matmul", true),
             ("FusedAttention", true),
+            ("KvCacheLayer", true),
             ("Conv2d", false),
             ("Softmax", false),
         ] {

@@ -47,6 +47,7 @@ pub(crate) enum LayerType {
     Matmul,
     Softmax,
     FusedSdpa,
+    KvCache,
 }
 
 impl LayerType {
@@ -57,6 +58,7 @@ impl LayerType {
             Self::Matmul => "matmul",
             Self::Softmax => "softmax",
             Self::FusedSdpa => "fused_sdpa",
+            Self::KvCache => "kv_cache",
         }
     }
 }
@@ -82,7 +84,7 @@ impl ScaleMethod {
 
     /// How scales of inputs are rounded; `None` if the method has none for such layers.
     pub(crate) fn of_inputs(self, layer: LayerType, device: ScaleDevice) -> Option<Rounding> {
-        use LayerType::{FusedSdpa, Linear, Matmul, Softmax};
+        use LayerType::{FusedSdpa, KvCache, Linear, Matmul, Softmax};
         match (self, layer) {
             (Self::UnitScale, _) | (Self::HwAlignedSingleScale, Matmul) => Some(Rounding::Fixed(1.0)),
             (Self::HwAlignedSingleScale, _) => Some(Rounding::Fixed(hw_exponents(device).2.exp2())),
@@ -91,6 +93,7 @@ impl ScaleMethod {
                 Some(Rounding::Hw)
             }
             (Self::MaxabsPow2 | Self::MaxabsPow2OptWeight, Linear | Matmul) => Some(Rounding::Pow2),
+            (Self::ActMaxabsHwWeightsPcsMaxabsPow2, KvCache) => Some(Rounding::Hw),
             (
                 Self::ActMaxabsHwWeightsPcsMaxabsPow2 | Self::ActMaxabsHwWeightsPcsOptPow2,
                 Linear | Matmul | FusedSdpa,
