@@ -10,6 +10,7 @@ use tch::{Kind, Tensor};
 
 use crate::accelerator::rng::global_seed;
 use crate::checkpoint::checkpoint::{Checkpoint, CheckpointMeta, TrainingState};
+use crate::checkpoint::extra_state::{fp8_states, is_extra_state};
 use crate::checkpoint::loop_state::LoopState;
 use crate::checkpoint::masters::MASTER;
 use crate::checkpoint::pickle::Value;
@@ -50,6 +51,7 @@ pub fn from_lightning(
 ) -> Result<Converted<Checkpoint>> {
     let state_dict = file.get("state_dict").unwrap_or(file);
     let weights = weights_of(state_dict)?;
+    let fp8 = fp8_states(state_dict)?;
     let mut notes = Vec::new();
     let count = |key: &str| file.get(key).and_then(Value::as_i64).and_then(|n| u64::try_from(n).ok());
     let hyper_parameters = match file.get("hyper_parameters").map(Value::to_json) {
@@ -68,20 +70,29 @@ pub fn from_lightning(
     };
     let training = match file.get("optimizer_states").and_then(Value::items) {
         Some(optimizers) if !weights_only && file.get("loops").is_some() => {
-            Some(training_of(file, optimizers, &weights, param_names, &mut notes)?)
+            Some(TrainingState { fp8, ..training_of(file, optimizers, &weights, param_names, &mut notes)? })
         }
-        _ => None,
+        _ => {
+            if !fp8.is_empty() {
+                notes.push(
+                    "the fp8 scales (_extra_state) are left out, since they belong to a state of training"
+                        .to_owned(),
+                );
+            }
+            None
+        }
     };
     Ok(Converted { value: Checkpoint { weights, training, meta, ..Checkpoint::default() }, notes })
 }
 
-pub(super) fn weights_of(state_dict: &Value) -> Result<Vec<(String, Tensor)>> {
+fn weights_of(state_dict: &Value) -> Result<Vec<(String, Tensor)>> {
     let Some(entries) = state_dict.entries() else {
         return refuse("the file holds no dictionary of weights", "save model.state_dict()");
     };
     let mut weights = Vec::with_capacity(entries.len());
     for (key, value) in entries {
         match (key, value) {
+            (Value::Text(name), value) if is_extra_state(name, value) => {}
             (Value::Text(name), Value::Tensor(tensor)) => {
                 weights.push((name.clone(), tensor.shallow_clone()))
             }
@@ -446,6 +457,9 @@ pub fn to_lightning(checkpoint: &Checkpoint) -> Result<Converted<Value>> {
             }
             if !training.grads.is_empty() {
                 notes.push("gradients of an open accumulation window are left out".to_owned());
+            }
+            if !training.fp8.is_empty() {
+                notes.push("fp8 scales are left out".to_owned());
             }
             if !training.module.is_empty() {
                 notes.push("tensors of the module's on_save_checkpoint are left out".to_owned());

@@ -14,6 +14,7 @@ mod budget;
 mod checkpoint;
 mod chunk;
 mod deepspeed;
+mod extra_state;
 mod format;
 mod hugging_face;
 mod io;
@@ -42,6 +43,7 @@ pub use checkpoint::{
 pub use chunk::{Chunk, ShardSpec};
 pub(crate) use deepspeed::is_deepspeed;
 pub use deepspeed::{DeepSpeedRead, DeepSpeedWrite, read_deepspeed, write_deepspeed};
+pub use extra_state::fp8_extra_state;
 pub(crate) use format::{callback_name, grad_name, optimizer_name, rank_from_bytes, rank_to_bytes};
 pub use format::{write, write_weights};
 pub use hugging_face::{from_hugging_face, to_hugging_face};

@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fs::File;
-use std::io::{BufReader, Read, Seek, Write};
+use std::io::{BufReader, Cursor, Read, Seek, Write};
 use std::path::Path;
 
 use tch::{Kind, Tensor};
@@ -44,6 +44,18 @@ pub fn read_torch_within(path: &Path, limits: ReadLimits) -> Result<Value> {
         let mut storages: HashMap<String, Tensor> = HashMap::new();
         pickle::read(bytes, budget, &mut |stored, budget| archive.tensor(&mut storages, stored, budget))
     })
+}
+
+/// The value of what `torch.save` has written to memory, without executing it.
+///
+/// # Errors
+/// What is wrong with it.
+pub(super) fn read_torch_bytes(bytes: &[u8]) -> Result<Value, String> {
+    let mut budget = Budget::new(bytes.len() as u64, ReadLimits::default());
+    let mut archive = Archive::open(BufReader::new(Cursor::new(bytes)))?;
+    let pickle = archive.entry("data.pkl", MAX_PICKLE, &mut budget)?;
+    let mut storages: HashMap<String, Tensor> = HashMap::new();
+    pickle::read(&pickle, &mut budget, &mut |stored, budget| archive.tensor(&mut storages, stored, budget))
 }
 
 /// The archive of a file, whose tensors are read when they are needed.
@@ -127,7 +139,7 @@ fn read_with(
     file: File,
     path: &Path,
     limits: ReadLimits,
-    body: impl FnOnce(&mut Archive, &[u8], &mut Budget) -> Result<Value, String>,
+    body: impl FnOnce(&mut Archive<File>, &[u8], &mut Budget) -> Result<Value, String>,
 ) -> Result<Value> {
     let size = file.metadata().map_err(|e| Error::io("read checkpoint", path, e))?.len();
     let mut budget = Budget::new(size, limits);
@@ -172,14 +184,14 @@ fn other_format(head: &[u8]) -> Option<(&'static str, &'static str)> {
     }
 }
 
-struct Archive {
-    zip: ZipArchive<BufReader<File>>,
+struct Archive<R> {
+    zip: ZipArchive<BufReader<R>>,
     /// Name of the one folder, with a slash.
     folder: String,
 }
 
-impl Archive {
-    fn open(reader: BufReader<File>) -> Result<Self, String> {
+impl<R: Read + Seek> Archive<R> {
+    fn open(reader: BufReader<R>) -> Result<Self, String> {
         let zip = ZipArchive::new(reader).map_err(|error| format!("its archive is damaged: {error}"))?;
         let names = zip.file_names().filter_map(Result::ok);
         let mut folders: Vec<String> =

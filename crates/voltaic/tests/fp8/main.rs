@@ -16,6 +16,7 @@ mod ranks;
 #[path = "../support/silent.rs"]
 mod silent;
 
+mod extra_state;
 mod graphs;
 mod inference;
 mod kv_cache;

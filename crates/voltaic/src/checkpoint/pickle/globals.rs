@@ -32,6 +32,10 @@ pub(super) enum Global {
     /// `_codecs.encode`: text whose characters are bytes.
     Encode,
     Bytes,
+    /// `io.BytesIO`: the bytes of its state.
+    Buffer,
+    /// `torch.storage._load_from_bytes`: a storage with its elements.
+    StorageBytes,
     Path,
 }
 
@@ -61,6 +65,8 @@ pub(super) fn find(module: &str, name: &str) -> Option<Global> {
         ("torch", "Tensor") | ("torch.nn.parameter", "Parameter") => Global::TensorClass,
         ("torch._utils", "_rebuild_parameter" | "_rebuild_parameter_with_state") => Global::First,
         ("torch.storage", "UntypedStorage") | ("torch", "UntypedStorage") => Global::Storage(None),
+        ("torch.storage", "_load_from_bytes") => Global::StorageBytes,
+        ("_io" | "io", "BytesIO") => Global::Buffer,
         ("torch", "device") => Global::Device,
         ("_codecs", "encode") => Global::Encode,
         (

@@ -16,6 +16,8 @@ use crate::dtype::bytes_of;
 const MAX_DEPTH: usize = 64;
 /// libtorch's operators take no more dimensions.
 const MAX_DIMS: usize = 64;
+/// How a storage begins in the format from before PyTorch 1.6: its magic number and its version, each a pickle.
+const OLD_STORAGE: &[u8] = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.\x80\x02M\xe9\x03.";
 /// What an entry of the memo takes, at most.
 const MEMO_ENTRY: usize = 32;
 
@@ -68,6 +70,7 @@ pub(in crate::checkpoint) fn read(
         memo: HashMap::new(),
         budget,
         load,
+        is_inner: false,
     };
     let root = machine.run().map_err(|what| format!("{what} (byte {} of its pickle)", machine.at))?;
     let Machine { nodes, budget, .. } = machine;
@@ -87,10 +90,19 @@ enum Node {
     Bytes(Vec<u8>),
     List(Vec<Id>),
     Tuple(Vec<Id>),
-    Dict { entries: Vec<(Id, Id)>, is_namespace: bool },
+    Dict {
+        entries: Vec<(Id, Id)>,
+        is_namespace: bool,
+    },
     Global(Global),
-    Storage { kind: Option<Kind>, key: String, numel: usize },
+    Storage {
+        kind: Option<Kind>,
+        key: String,
+        numel: usize,
+    },
     Tensor(Tensor),
+    /// A storage whose elements are in the pickle.
+    Elements(Tensor),
 }
 
 struct Machine<'a, 'l> {
@@ -103,6 +115,8 @@ struct Machine<'a, 'l> {
     memo: HashMap<u64, Id>,
     budget: &'l mut Budget,
     load: &'l mut Loaded<'l>,
+    /// It reads what a storage in a pickle begins with.
+    is_inner: bool,
 }
 
 impl Machine<'_, '_> {
@@ -414,7 +428,15 @@ impl Machine<'_, '_> {
                 let bytes = text.chars().map(|c| u8::try_from(u32::from(c)));
                 Node::Bytes(bytes.collect::<Result<_, _>>().map_err(|_| "encoded text is not latin1")?)
             }
-            Global::Bytes if arguments.is_empty() => Node::Bytes(Vec::new()),
+            Global::Bytes | Global::Buffer if arguments.is_empty() => Node::Bytes(Vec::new()),
+            Global::StorageBytes => match first.map(|id| &self.nodes[id]) {
+                Some(Node::Bytes(bytes)) => {
+                    self.budget.take(bytes.len())?;
+                    let bytes = bytes.clone();
+                    Node::Elements(self.storage_of(&bytes)?)
+                }
+                _ => return Err("a storage is made of something other than bytes".to_owned()),
+            },
             Global::Path => {
                 let length =
                     |id: &Id| if let Node::Text(text) = &self.nodes[*id] { text.len() + 1 } else { 0 };
@@ -424,16 +446,62 @@ impl Machine<'_, '_> {
                 let path: std::path::PathBuf = parts.iter().collect();
                 Node::Text(path.to_string_lossy().into_owned())
             }
-            Global::Bytes | Global::Storage(_) | Global::Dtype(..) | Global::TensorClass => {
+            Global::Bytes | Global::Buffer | Global::Storage(_) | Global::Dtype(..) | Global::TensorClass => {
                 return Err(format!("it calls {global:?}, which is refused, since only plain data is read"));
             }
         };
         self.push(node)
     }
 
-    /// State given to an object after it was made: attributes of a namespace; those of other values are left out.
+    /// The elements of a storage in the format from before PyTorch 1.6: behind its beginning are pickles of what machine has written it,
+    /// of the storage and of its key, then the number of elements, and they.
+    fn storage_of(&mut self, bytes: &[u8]) -> Step<Tensor> {
+        if self.is_inner || !bytes.starts_with(OLD_STORAGE) {
+            return Err("bytes are no storage".to_owned());
+        }
+        let mut refuse = |_: &Stored<'_>, _: &mut Budget| Err("a storage is made of a tensor".to_owned());
+        let mut inner = Machine {
+            bytes,
+            at: OLD_STORAGE.len(),
+            nodes: Vec::new(),
+            stack: Vec::new(),
+            marks: Vec::new(),
+            memo: HashMap::new(),
+            budget: self.budget,
+            load: &mut refuse,
+            is_inner: true,
+        };
+        let [machine, storage, _] = [inner.run()?, inner.run()?, inner.run()?];
+        let is_text = |id: &Id, text: &str| matches!(&inner.nodes[*id], Node::Text(own) if own == text);
+        if let Node::Dict { entries, .. } = &inner.nodes[machine]
+            && let Some((_, order)) = entries.iter().find(|(key, _)| is_text(key, "little_endian"))
+            && matches!(inner.nodes[*order], Node::Bool(false))
+        {
+            return Err("a storage was written on a machine with another byte order".to_owned());
+        }
+        let &Node::Storage { kind: Some(kind), numel, .. } = &inner.nodes[storage] else {
+            return Err("bytes are no storage".to_owned());
+        };
+        let written = inner.number(8)?;
+        if written != numel as u64 {
+            return Err(format!("a storage has {written} elements, and should have {numel}"));
+        }
+        let length = numel.checked_mul(kind.elt_size_in_bytes()).ok_or("a storage is too large")?;
+        inner.budget.take(length)?;
+        let elements = inner.take(length)?;
+        Tensor::f_from_data_size(elements, &[numel as i64], kind).map_err(|error| error.to_string())
+    }
+
+    /// State given to an object after it was made: attributes of a namespace, the content of a buffer; those of other values are left out.
     fn build(&mut self) -> Step {
         let (state, object) = (self.pop()?, self.top()?);
+        if let (Node::Bytes(own), Some(&[content, ..])) = (&self.nodes[object], self.items(state))
+            && let (true, Node::Bytes(content)) = (own.is_empty(), &self.nodes[content])
+        {
+            self.budget.take(content.len())?;
+            self.nodes[object] = Node::Bytes(content.clone());
+            return Ok(());
+        }
         let attributes = match &self.nodes[state] {
             Node::Dict { entries, .. } => entries.clone(),
             _ => Vec::new(),
@@ -447,10 +515,10 @@ impl Machine<'_, '_> {
         Ok(())
     }
 
-    /// `('storage', class, key, location, numel)`.
+    /// `('storage', class, key, location, numel)`; in the format from before PyTorch 1.6 with the part of a storage that it is, which is none.
     fn persistent(&mut self) -> Step {
         let id = self.pop()?;
-        let storage = self.items(id).filter(|items| items.len() == 5).and_then(|items| {
+        let storage = self.items(id).filter(|items| (5..=6).contains(&items.len())).and_then(|items| {
             let nodes: Vec<&Node> = items.iter().map(|id| &self.nodes[*id]).collect();
             match nodes[..] {
                 [
@@ -459,7 +527,8 @@ impl Machine<'_, '_> {
                     Node::Text(key),
                     _,
                     Node::Int(numel),
-                ] if tag == "storage" => {
+                    ref view @ ..,
+                ] if matches!(view, [] | [Node::None]) && tag == "storage" => {
                     let numel = usize::try_from(*numel).ok()?;
                     Some(Node::Storage { kind: *kind, key: key.clone(), numel })
                 }
@@ -477,12 +546,15 @@ impl Machine<'_, '_> {
     fn tensor(&mut self, global: Global, arguments: &[Id]) -> Step<Tensor> {
         let bad = || "a tensor is made of something other than storage, offset, size and stride".to_owned();
         let &[storage, offset, size, stride, ..] = arguments else { return Err(bad()) };
-        let (Node::Storage { kind, key, numel }, &Node::Int(offset)) =
-            (&self.nodes[storage], &self.nodes[offset])
-        else {
-            return Err(bad());
-        };
+        let &Node::Int(offset) = &self.nodes[offset] else { return Err(bad()) };
         let (size, stride) = (self.integers(size).ok_or_else(bad)?, self.integers(stride).ok_or_else(bad)?);
+        if let Node::Elements(elements) = &self.nodes[storage] {
+            let (key, kind, numel) = ("in its pickle", elements.kind(), elements.numel());
+            check_geometry(key, numel, offset, &size, &stride)?;
+            let stored = Stored { key, kind, numel, offset, size: &size, stride: &stride };
+            return stored.of(elements, self.budget);
+        }
+        let Node::Storage { kind, key, numel } = &self.nodes[storage] else { return Err(bad()) };
         let (kind, numel) = match (global, arguments.get(6).map(|id| &self.nodes[*id]), kind) {
             (Global::TypedTensor, Some(Node::Global(Global::Dtype(_, kind))), None) => {
                 (*kind, numel / kind.elt_size_in_bytes())
@@ -545,6 +617,7 @@ fn tree(nodes: &[Node], id: Id, depth: usize, budget: &mut Budget) -> Step<Value
         Node::Global(Global::Dtype(name, _)) => Value::Text(format!("torch.{name}")),
         Node::Global(global) => Value::Text(format!("{global:?}")),
         Node::Storage { key, .. } => return Err(format!("storage {key} is used without a tensor")),
+        Node::Elements(_) => return Err("a storage is used without a tensor".to_owned()),
     })
 }
 
