@@ -8,7 +8,7 @@ use voltaic::checkpoint::pickle::Value;
 use voltaic::checkpoint::{Checkpoint, fp8_extra_state, from_lightning, read_torch, write_torch};
 use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::functional::mse_loss;
-use voltaic::nn::{Callable, ModuleExt, te};
+use voltaic::nn::{Callable, te};
 use voltaic::optim::{AdamW, Optimizers};
 
 use crate::alone;

@@ -334,6 +334,87 @@ fn observers_note_channels_outputs_and_shapes() {
     assert!(!quant::is_quantized(&net) && net.first.weight.kind() == Kind::Float);
 }
 
+/// The names of the files in a folder.
+fn files_in(folder: &Path) -> Vec<String> {
+    let files = std::fs::read_dir(folder).unwrap();
+    let mut found: Vec<String> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
+    found.sort();
+    found
+}
+
+#[test]
+fn tensors_of_layers_are_saved() {
+    let _alone = alone();
+    start_hpu();
+    let folder = tempfile::tempdir().unwrap();
+    let mut net = Net::new();
+    let plain = predicted(&mut trainer(HpuPrecisionPlugin::new("32-true")), &mut net);
+    let given = json!({"mode": "MEASURE", "observer": "save", "measure_exclude": "NONE", "blocklist": {"names": ["rare"]}});
+    plugin(given, folder.path()).convert_modules(&mut net).unwrap();
+    let again = predicted(&mut trainer(HpuPrecisionPlugin::new("fp8")), &mut net);
+    assert!(again.equal(&plain), "saving changes no number");
+    assert_eq!(files_in(&folder.path().join("inc_output")), ["tensors"]);
+    let tensors = folder.path().join("inc_output/tensors");
+    let mut expected: Vec<String> = ["first", "second"].map(|fqn| format!("{fqn}_module.pt")).to_vec();
+    for (fqn, what) in
+        [("first", "input0"), ("first", "output0"), ("second", "input0"), ("second", "output0")]
+    {
+        expected.extend((0..4).map(|call| format!("{fqn}_{what}_iter{call}.pt")));
+    }
+    expected.sort();
+    assert_eq!(files_in(&tensors), expected);
+    let read = |name: &str| voltaic::checkpoint::read_torch(&tensors.join(name)).unwrap();
+    let x = waves(&[16, 6], 3.0) * Tensor::arange(16, (Kind::Float, CPU)).reshape([-1, 1]);
+    for call in 0..4 {
+        let of = |what: &str| read(&format!("{what}_iter{call}.pt"));
+        assert_eq!(of("first_input0").as_tensor().unwrap(), &x.narrow(0, 4 * call, 4));
+        assert_eq!(of("second_output0").as_tensor().unwrap(), &plain.narrow(0, 4 * call, 4));
+    }
+    let module = read("second_module.pt");
+    let of = |name: &str| module.get(name).unwrap().as_tensor().unwrap();
+    assert_eq!(of("weight"), &net.second.weight.to_device(CPU));
+    assert_eq!(of("bias"), &net.second.bias.as_ref().unwrap().to_device(CPU));
+    let nowhere = settings(json!({"mode": "MEASURE", "observer": "save"}));
+    let found = message(quant::convert(&mut Net::new(), &nowhere));
+    assert!(found.contains("observer") && found.contains("dump_stats_path"), "{found}");
+}
+
+#[test]
+fn scales_are_written_beside_the_measurements() {
+    let _alone = alone();
+    start_hpu();
+    let folder = tempfile::tempdir().unwrap();
+    let files = folder.path().join("inc_output");
+    let mut net = Net::new();
+    plugin(false, folder.path()).convert_modules(&mut net).unwrap();
+    let _ = predicted(&mut trainer(HpuPrecisionPlugin::new("fp8")), &mut net);
+    let before = files_in(&files);
+    for (method, name) in [
+        ("maxabs_pow2", "MAXABS_POW2"),
+        ("act_maxabs_hw_weights_pcs_maxabs_pow2", "ACT_MAXABS_HW_WEIGHTS_PCS_MAXABS_POW2"),
+    ] {
+        let mut net = Net::new();
+        // the scales of an earlier method, or damaged ones, are not taken for those of this one
+        let json = files.join(format!("measure_hooks_maxabs_{name}.json"));
+        std::fs::write(&json, "{").unwrap();
+        plugin(json!({"scale_method": method}), folder.path()).convert_modules(&mut net).unwrap();
+        let written = json_of(&json);
+        assert_eq!(written["Mode"], "Scale");
+        let named = quant::state_dict(&net).unwrap();
+        for (fqn, name, at) in
+            [("first", "input_scale", "inputs/0"), ("second", "weight_scale", "params/weight")]
+        {
+            let scales = &named.iter().find(|(known, _)| *known == format!("{fqn}.{name}")).unwrap().1;
+            let columns: Vec<Value> =
+                Vec::<f32>::try_from(scales).unwrap().into_iter().map(|scale| json!([scale])).collect();
+            assert_eq!(written.pointer(&format!("/Nodes/{fqn}/{at}")), Some(&json!(columns)), "{method}");
+        }
+        assert!(files.join(format!("measure_hooks_maxabs_{name}.npz")).is_file());
+        assert!(written["Nodes"].get("rare").is_none());
+    }
+    assert_eq!(files_in(&files).len(), before.len() + 4);
+}
+
 #[test]
 fn layers_without_measurements_raise_when_they_are_called() {
     let _alone = alone();

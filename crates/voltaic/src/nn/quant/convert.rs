@@ -9,7 +9,7 @@ use super::layers::{Layer, WeightValues, codes_tensor, layers};
 use super::measures::{LayerMeasures, Measures, latest, set_aside};
 use super::observer::{LayerObserver, Measuring, observed};
 use super::quantized::{CastCounts, LayerScales, Quantized, Unmeasured};
-use crate::distributed::World;
+use crate::distributed::{World, is_global_zero};
 use crate::error::{CheckpointError, ConfigError, Error, Problem, Result};
 use crate::kernels::{Floats, FloatsMut, from_float8, to_float8};
 use crate::nn::compute::Compute;
@@ -17,8 +17,8 @@ use crate::nn::module::Module;
 use crate::nn::parameter::Parameter;
 use crate::nn::tree::ModuleExt;
 use crate::precision::fp8::{
-    HpDtype, Inference, LayerType, MEASURE, MeasureExclude, QuantConfig, QuantFormat, QuantMode, Rounding,
-    Scaler, WeightScales, check_generation, kernel_format,
+    HpDtype, Inference, LayerType, MEASURE, MeasureExclude, Observer, QuantConfig, QuantFormat, QuantMode,
+    Rounding, Scaler, WeightScales, check_generation, kernel_format,
 };
 
 /// What a conversion has done.
@@ -110,6 +110,11 @@ fn convert_found(module: &dyn Module, inference: &Inference, folders: &[PathBuf]
 }
 
 fn measure(module: &dyn Module, config: &QuantConfig) -> Result<Converted> {
+    if config.observer_in_force() == Observer::Save && config.dump_stats_path.is_none() {
+        let what = "tensors are saved while layers are called, and nothing says where";
+        let remedy = "name a folder by dump_stats_path, fp8_data_path or HABANA_LOGS";
+        return Err(ConfigError::new("observer", what, remedy).into());
+    }
     let measuring = Arc::new(Measuring { config: config.clone(), written: Mutex::default() });
     let mut measured = 0;
     let all = layers(module);
@@ -160,6 +165,17 @@ fn collect(observers: &[(Layer<'_>, Arc<LayerObserver>)]) -> Result<Measures> {
     Ok(measures)
 }
 
+/// Writes the parameters of layers whose tensors are saved. Returns the beginning of the names of files.
+fn save_modules(observers: &[(Layer<'_>, Arc<LayerObserver>)]) -> Result<Option<PathBuf>> {
+    for (layer, observer) in observers {
+        let named = [("weight", layer.weight), ("bias", layer.bias)].into_iter();
+        let own = named.filter_map(|(name, parameter)| Some((name, parameter.filter(|it| !it.is_kept())?)));
+        let parameters = own.map(|(name, parameter)| Ok((name, parameter.try_tensor()?)));
+        observer.save_module(parameters.collect::<Result<_>>()?)?;
+    }
+    Ok(observers.first().and_then(|(_, first)| first.measuring.config.dump_stats_path.clone()))
+}
+
 fn write_all(measuring: &Measuring, folder: &Path, of_ranks: &[Measures]) -> Result<PathBuf> {
     let Measuring { config, written } = measuring;
     let prefix = config.dump_stats_path.clone().unwrap_or_else(|| folder.join(MEASURE));
@@ -190,6 +206,9 @@ fn write_all(measuring: &Measuring, folder: &Path, of_ranks: &[Measures]) -> Res
 pub fn finish_measurements(module: &impl ModuleExt, folder: &Path) -> Result<Option<PathBuf>> {
     let observers = observers(module.as_dyn());
     let Some((_, first)) = observers.first() else { return Ok(None) };
+    if first.saves_tensors() {
+        return save_modules(&observers);
+    }
     Ok(Some(write_all(&first.measuring, folder, &[collect(&observers)?])?))
 }
 
@@ -200,6 +219,9 @@ pub fn finish_measurements(module: &impl ModuleExt, folder: &Path) -> Result<Opt
 pub(crate) fn finish_in_run(module: &dyn Module, world: &World, log_dir: &Path) -> Result<()> {
     let observers = observers(module);
     let Some((_, first)) = observers.first() else { return Ok(()) };
+    if first.saves_tensors() {
+        return save_modules(&observers).map(drop);
+    }
     let own = collect(&observers);
     let written = match world.group() {
         None => write_all(&first.measuring, log_dir, &[own?])?,
@@ -250,6 +272,21 @@ struct Prepared<'a> {
 impl Prepared<'_> {
     fn apply(self) -> Result<()> {
         self.layer.quantize(self.quantized, self.codes.as_ref())
+    }
+}
+
+/// Writes the scales beside the measurements, for whoever wants to look at them: voltaic does not read them. Where that is not possible, as in
+/// a folder of somebody else, a warning says so.
+fn write_scales(prepared: &[Prepared<'_>], prefix: &Path, config: &QuantConfig) {
+    let of = |Prepared { layer, quantized, .. }: &Prepared<'_>| {
+        let LayerScales { inputs, output, weight, .. } = &quantized.scales;
+        let weight = (!weight.is_empty()).then(|| weight.clone());
+        let outputs = output.iter().map(|scale| vec![*scale]).collect();
+        (layer.fqn.clone(), LayerMeasures { inputs: inputs.clone(), outputs, weight })
+    };
+    let scales = Measures { layers: prepared.iter().map(of).collect() };
+    if let Err(error) = scales.write_scales(prefix, config.observer, config.scale_method) {
+        tracing::warn!("the scales are not written: {error}");
     }
 }
 
@@ -307,9 +344,13 @@ fn quantize(module: &dyn Module, config: &QuantConfig, folders: &[PathBuf]) -> R
         tracing::info!("{} is quantized already", module.type_name());
         return Ok(Converted::Nothing);
     }
-    let measures = match config.scale_method.needs_no_measures() {
-        true => Measures::default(),
-        false => Measures::read(&prefix_of(module, config, folders)?, config.observer)?,
+    let (prefix, measures) = match config.scale_method.needs_no_measures() {
+        true => (config.dump_stats_path.clone(), Measures::default()),
+        false => {
+            let prefix = prefix_of(module, config, folders)?;
+            let measures = Measures::read(&prefix, config.observer)?;
+            (Some(prefix), measures)
+        }
     };
     let scaler = Scaler {
         method: config.scale_method,
@@ -342,6 +383,9 @@ fn quantize(module: &dyn Module, config: &QuantConfig, folders: &[PathBuf]) -> R
             unmeasured[0].fqn
         );
         return Err(ConfigError::new("fp8 measurements", what, "measure this module").into());
+    }
+    if let Some(prefix) = prefix.filter(|_| is_global_zero()) {
+        write_scales(&prepared, &prefix, config);
     }
     let layers = prepared.len();
     prepared.into_iter().try_for_each(Prepared::apply)?;

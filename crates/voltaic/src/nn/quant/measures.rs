@@ -12,7 +12,7 @@ use serde_json::json;
 use super::pickled::Object;
 use crate::checkpoint::write_atomically;
 use crate::error::{CheckpointError, ConfigError, Error, Problem, Result};
-use crate::precision::fp8::{MEASURE, Observer};
+use crate::precision::fp8::{MEASURE, Observer, ScaleMethod};
 
 /// Bytes that a file may have.
 const MAX_FILE: u64 = 64 << 20;
@@ -78,10 +78,10 @@ impl Numbers {
 /// Which rank's measurements a file has: its number, and how many there are.
 pub(super) type RankOf = Option<(usize, usize)>;
 
-fn file_name(prefix: &Path, observer: Observer, rank: RankOf, ending: &str) -> PathBuf {
+fn file_name(prefix: &Path, of: &str, rank: RankOf, ending: &str) -> PathBuf {
     let name = prefix.file_name().unwrap_or_default().to_string_lossy();
     let rank = rank.map_or_else(String::new, |(rank, world)| format!("_{rank}_{world}"));
-    prefix.with_file_name(format!("{name}_hooks_{observer}{rank}{ending}"))
+    prefix.with_file_name(format!("{name}_hooks_{of}{rank}{ending}"))
 }
 
 impl Measures {
@@ -128,6 +128,18 @@ impl Measures {
     /// Writes `PREFIX_hooks_OBSERVER.json`, the same as `.npz`, and `.._mod_list.json`, with the rank in the names if there is one.
     pub(super) fn write(&self, prefix: &Path, observer: Observer, rank: RankOf) -> Result<()> {
         let mode = if observer == Observer::Shape { "Shape" } else { "DynamicRange" };
+        self.write_numbers(prefix, observer.name(), mode, rank)?;
+        let names: Vec<&String> = self.layers.keys().collect();
+        write_json(&file_name(prefix, observer.name(), rank, "_mod_list.json"), &json!(names))
+    }
+
+    /// Writes the numbers as scales that a method has made of measurements: `PREFIX_hooks_OBSERVER_METHOD.json` and `.npz`.
+    pub(super) fn write_scales(&self, prefix: &Path, observer: Observer, method: ScaleMethod) -> Result<()> {
+        let of = format!("{observer}_{}", method.name().to_uppercase());
+        self.write_numbers(prefix, &of, "Scale", None)
+    }
+
+    fn write_numbers(&self, prefix: &Path, of: &str, mode: &str, rank: RankOf) -> Result<()> {
         let column =
             |most: &Vec<f32>| -> serde_json::Value { most.iter().map(|most| json!([most])).collect() };
         let columns = |all: &[Vec<f32>]| -> serde_json::Value { all.iter().map(column).collect() };
@@ -150,17 +162,15 @@ impl Measures {
             objects.push((fqn.clone(), Object::Dict(node)));
         }
         let local_rank = rank.map(|(rank, _)| rank);
-        let names: Vec<&String> = self.layers.keys().collect();
         let content = json!({"GlobalRank": null, "LocalRank": local_rank, "Mode": mode, "Nodes": nodes});
-        write_json(&file_name(prefix, observer, rank, ".json"), &content)?;
-        write_json(&file_name(prefix, observer, rank, "_mod_list.json"), &json!(names))?;
+        write_json(&file_name(prefix, of, rank, ".json"), &content)?;
         let content = Object::Dict(vec![
             ("GlobalRank".to_owned(), Object::None),
             ("LocalRank".to_owned(), local_rank.map_or(Object::None, |rank| Object::Integer(rank as i32))),
             ("Mode".to_owned(), Object::Text(mode.to_owned())),
             ("Nodes".to_owned(), Object::Dict(objects)),
         ]);
-        write_atomically(&file_name(prefix, observer, rank, ".npz"), |out| content.write_npz(out))
+        write_atomically(&file_name(prefix, of, rank, ".npz"), |out| content.write_npz(out))
     }
 
     fn read_file(path: &Path) -> Result<Self> {
@@ -196,7 +206,7 @@ impl Measures {
         let mut all = Self::default();
         let files = files_of(prefix, observer);
         if files.is_empty() {
-            let path = file_name(prefix, observer, None, ".json");
+            let path = file_name(prefix, observer.name(), None, ".json");
             let what = format!("Failed to load file {}: it is not there", path.display());
             let remedy = "run predict with quant=false first, or name the folder of the measurements by fp8_data_path, HABANA_LOGS \
                           or dump_stats_path";
@@ -219,7 +229,7 @@ fn write_json(path: &Path, content: &serde_json::Value) -> Result<()> {
 
 /// The JSON files of a prefix and an observer, of one process or of ranks.
 fn files_of(prefix: &Path, observer: Observer) -> Vec<PathBuf> {
-    let stem = file_name(prefix, observer, None, "");
+    let stem = file_name(prefix, observer.name(), None, "");
     let stem = stem.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let is_rank = |rest: &str| {
         let mut parts = rest.split('_');

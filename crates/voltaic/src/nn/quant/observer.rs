@@ -6,6 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tch::{Kind, Tensor};
 
 use super::measures::LayerMeasures;
+use crate::checkpoint::pickle::Value;
+use crate::checkpoint::write_torch;
+use crate::distributed::global_rank;
 use crate::error::{ModuleError, Problem, Result};
 use crate::ffi;
 use crate::precision::fp8::{Observer, QuantConfig};
@@ -32,6 +35,8 @@ pub(crate) struct LayerObserver {
 /// Measured on the device of the tensors, `[1]` or `[channels]` float32 each.
 #[derive(Debug, Default)]
 struct Seen {
+    /// Calls whose tensors were saved.
+    calls: u64,
     inputs: Vec<Option<Tensor>>,
     outputs: Vec<Option<Tensor>>,
 }
@@ -58,6 +63,10 @@ pub(super) fn observed(tensor: &Tensor, observer: Observer, channel_dim: i64) ->
     Ok(Some(most.f_to_kind(Kind::Float)?))
 }
 
+fn on_host(tensor: &Tensor) -> Result<Tensor> {
+    Ok(tensor.f_detach()?.f_to_device(tch::Device::Cpu)?.f_contiguous()?)
+}
+
 impl LayerObserver {
     pub(crate) fn new(
         fqn: String,
@@ -70,6 +79,34 @@ impl LayerObserver {
 
     fn lock(&self) -> MutexGuard<'_, Seen> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether tensors go to files in place of being measured.
+    pub(crate) fn saves_tensors(&self) -> bool {
+        self.measuring.config.observer_in_force() == Observer::Save
+    }
+
+    /// `FOLDER/tensors/FQN_WHAT.pt` beside the measurements' files; `tensors_1` and so on of other ranks than the first.
+    fn save(&self, what: &str, value: &Value) -> Result<()> {
+        let prefix = self.measuring.config.dump_stats_path.clone().unwrap_or_default();
+        let folder = match global_rank() {
+            0 => "tensors".to_owned(),
+            rank => format!("tensors_{rank}"),
+        };
+        write_torch(value, &prefix.with_file_name(folder).join(format!("{}_{what}.pt", self.fqn)))
+    }
+
+    fn save_tensor(&self, what: &str, tensor: &Tensor) -> Result<()> {
+        ffi::refuse_recording("tensors of a layer are saved, which replays do not do; use no graph");
+        let _no_grad = tch::no_grad_guard();
+        self.save(what, &Value::Tensor(on_host(tensor)?))
+    }
+
+    /// Saves the parameters of the layer.
+    pub(crate) fn save_module(&self, parameters: Vec<(&str, &Tensor)>) -> Result<()> {
+        let on_host =
+            parameters.into_iter().map(|(name, tensor)| Ok((name, Value::Tensor(on_host(tensor)?))));
+        self.save("module", &Value::dict(on_host.collect::<Result<Vec<_>>>()?))
     }
 
     fn note(&self, slots: &mut Vec<Option<Tensor>>, slot: usize, tensor: &Tensor) -> Result<()> {
@@ -96,12 +133,23 @@ impl LayerObserver {
     /// Measures what the layer is given.
     pub(crate) fn inputs(&self, inputs: &[&Tensor]) -> Result<()> {
         let mut seen = self.lock();
+        if self.saves_tensors() {
+            let call = seen.calls;
+            seen.calls += 1;
+            let mut all = inputs.iter().enumerate();
+            return all
+                .try_for_each(|(slot, input)| self.save_tensor(&format!("input{slot}_iter{call}"), input));
+        }
         inputs.iter().enumerate().try_for_each(|(slot, input)| self.note(&mut seen.inputs, slot, input))
     }
 
     /// Measures what a layer computes on the way, after its inputs: attention weights.
     pub(crate) fn inner(&self, slot: usize, tensor: &Tensor) -> Result<()> {
-        self.note(&mut self.lock().inputs, slot, tensor)
+        let mut seen = self.lock();
+        match self.saves_tensors() {
+            true => self.save_tensor(&format!("input{slot}_iter{}", seen.calls.saturating_sub(1)), tensor),
+            false => self.note(&mut seen.inputs, slot, tensor),
+        }
     }
 
     /// Measures what the layer gives, if that is asked for.
@@ -109,7 +157,11 @@ impl LayerObserver {
         if !self.measures_output {
             return Ok(());
         }
-        self.note(&mut self.lock().outputs, 0, output)
+        let mut seen = self.lock();
+        match self.saves_tensors() {
+            true => self.save_tensor(&format!("output0_iter{}", seen.calls.saturating_sub(1)), output),
+            false => self.note(&mut seen.outputs, 0, output),
+        }
     }
 
     /// What it has seen so far; `None` if it was never called.

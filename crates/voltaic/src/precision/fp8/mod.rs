@@ -19,7 +19,7 @@ pub(crate) use meta::{Forward, check_device};
 pub use meta::{Fp8Meta, Fp8State};
 pub(crate) use quant_config::MEASURE;
 pub use quant_config::{Inference, LayerList, QuantConfig};
-pub use quant_words::{HpDtype, MeasureExclude, Observer, QuantFormat, QuantMode, ScaleDevice};
+pub use quant_words::{HpDtype, MeasureExclude, Observer, QuantFormat, QuantMode, ScaleDevice, ScaleFormat};
 pub(crate) use recipe::rounds_stochastically;
 pub use recipe::{
     AmaxComputeAlgo, AmaxFn, DelayedScaling, Float8CurrentScaling, Fp8Format, Recipe, RowwiseScaling,

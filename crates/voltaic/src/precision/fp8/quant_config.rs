@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
-use super::quant_words::{HpDtype, MeasureExclude, Observer, QuantFormat, QuantMode, ScaleDevice};
+use super::quant_words::{
+    HpDtype, MeasureExclude, Observer, QuantFormat, QuantMode, ScaleDevice, ScaleFormat,
+};
 use super::scale_method::{ScaleMethod, ScaleParams};
 use crate::accelerator::{Generation, HpuEmulator, RuntimeFlags};
 use crate::config::{expand_home, nearest};
@@ -18,10 +20,9 @@ use crate::error::{ConfigError, Error, Result};
 const MAX_FILE: u64 = 1 << 20;
 
 /// Keys of files for other versions, which have no effect here.
-const NO_EFFECT: [&str; 9] = [
+const NO_EFFECT: [&str; 8] = [
     "method",
     "dump_stats_xlsx_path",
-    "scale_format",
     "measure_on_hpu",
     "recalc_scales",
     "use_stats_files",
@@ -100,6 +101,9 @@ pub struct QuantConfig {
     pub device_for_scales: Option<ScaleDevice>,
     /// The device that measurements are for; null: any.
     pub device_type: Option<ScaleDevice>,
+    /// Has no effect: scales are tensors.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub scale_format: Option<ScaleFormat>,
     /// Must be false.
     pub fake_quant: bool,
     /// Must be false.
@@ -124,6 +128,7 @@ impl Default for QuantConfig {
             mod_dict: Map::new(),
             device_for_scales: None,
             device_type: None,
+            scale_format: None,
             fake_quant: false,
             use_qdq: false,
         }
@@ -185,6 +190,9 @@ impl QuantConfig {
             ConfigError::new(key, what, remedy)
         })?;
         config.check(origin)?;
+        if config.scale_format.is_some() {
+            tracing::info!("{origin}: scale_format has no effect");
+        }
         Ok(config)
     }
 
@@ -237,8 +245,16 @@ impl QuantConfig {
             let what = format!("{method} with observer {}", self.observer);
             return refuse("scale_method", what, "measure and quantize with observer maxabs_per_channel");
         }
-        if self.mode == QuantMode::Quantize && self.observer == Observer::Shape {
-            return refuse("observer", "shapes make no scales".to_owned(), "use maxabs");
+        if self.mode == QuantMode::Quantize {
+            match self.observer {
+                Observer::Shape => {
+                    return refuse("observer", "shapes make no scales".to_owned(), "use maxabs");
+                }
+                Observer::Save => {
+                    return refuse("observer", "saved tensors make no scales".to_owned(), "use maxabs");
+                }
+                Observer::Maxabs | Observer::MaxabsPerChannel => {}
+            }
         }
         if self.mode == QuantMode::Measure && method.needs_no_measures() && method != ScaleMethod::default() {
             let what = format!("{method} with mode MEASURE");
@@ -427,6 +443,10 @@ mod tests {
             (json!({"fake_quant": true}), "quant.fake_quant"),
             (json!({"scale_method": "smoothquant_opt"}), "maxabs_per_channel"),
             (json!({"observer": "shape"}), "shapes make no scales"),
+            (json!({"observer": "save"}), "saved tensors make no scales"),
+            (json!({"scale_format": "VECTOR"}), "quant.scale_format"),
+            (json!({"mode": "LOAD"}), "NONE, QUANTIZE, MEASURE, SHAPE"),
+            (json!({"use_qdq": true}), "quant.use_qdq"),
             (json!({"mode": "MEASURE", "scale_method": "unit_scale"}), "needs no measurements"),
             (json!({"scale_method": "maxabs_pow2", "device_for_scales": "GAUDI2"}), "maxabs_hw"),
             (json!({"ignore_modules_wo_measures": 1}), "ignore_modules_wo_measures"),

@@ -63,6 +63,8 @@ words! {
     Maxabs = "maxabs",
     /// The largest magnitude of each channel, which is the last dimension, of images the second one.
     MaxabsPerChannel = "maxabs_per_channel",
+    /// The tensor itself, which goes to a file. No scales are made of it.
+    Save = "save",
 }
 
 words! {
@@ -96,6 +98,15 @@ words! {
     Fp16 = "FP16",
     /// float32
     Fp32 = "FP32",
+}
+
+words! {
+    /// How the original hands scales to its operators.
+    ScaleFormat, Scalar, "invalid scale_format in custom config";
+    /// As numbers.
+    Scalar = "SCALAR",
+    /// As tensors.
+    Const = "CONST",
 }
 
 words! {
