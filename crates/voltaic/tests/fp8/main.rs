@@ -11,12 +11,16 @@
 #[path = "../support/compare.rs"]
 mod compare;
 #[allow(unused, reason = "what other programs need of it")]
+#[path = "../support/random_runs.rs"]
+mod random_runs;
+#[allow(unused, reason = "what other programs need of it")]
 #[path = "../zero/ranks.rs"]
 mod ranks;
 #[path = "../support/silent.rs"]
 mod silent;
 
 mod extra_state;
+mod fuzz;
 mod graphs;
 mod inference;
 mod kv_cache;
