@@ -144,6 +144,7 @@ fn training_of(
         loss_scaler: None,
         gradients: None,
         window: None,
+        rows: Vec::new(),
         data: None,
         module: Json::Null,
         module_on_device: Vec::new(),

@@ -57,6 +57,9 @@ pub(crate) struct LoopState {
     /// There with automatic optimization if an accumulation window is open. Files of earlier versions lack it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub window: Option<OpenWindow>,
+    /// Rows of each logger up to here. Files of earlier versions lack them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub rows: Vec<u64>,
     /// State of the data module, if it has some.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<Value>,

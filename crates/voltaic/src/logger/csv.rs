@@ -63,8 +63,7 @@ pub struct CsvLogger {
     flush_rows: usize,
     /// This run has written to the file.
     is_started: bool,
-    /// Rows of the last step before the one that a fit was resumed at: those that the resumed fit logs again are left out.
-    resumed: Vec<Vec<(String, String)>>,
+    num_rows: u64,
     writer: Option<BufWriter<File>>,
     plots: bool,
 }
@@ -91,7 +90,7 @@ impl CsvLogger {
             pending: Vec::new(),
             flush_rows: usize::try_from(config.flush_logs_every_n_steps.max(1)).unwrap_or(usize::MAX),
             is_started: false,
-            resumed: Vec::new(),
+            num_rows: 0,
             writer: None,
             plots: config.plots,
         }
@@ -160,17 +159,6 @@ fn cells<'a>(columns: &'a BTreeSet<String>, row: &'a [(String, f64)]) -> impl It
 
 type Row = Vec<(String, f64)>;
 
-fn step_of(row: &Row) -> Option<u64> {
-    row.iter().find(|(name, _)| name == "step").map(|(_, step)| *step as u64)
-}
-
-/// A row as the file has it: its cells by column.
-fn as_written(row: &Row) -> Vec<(String, String)> {
-    let mut cells: Vec<_> = row.iter().map(|(name, value)| (name.clone(), value.to_string())).collect();
-    cells.sort();
-    cells
-}
-
 fn read_rows(bytes: &[u8], path: &Path) -> Result<Vec<Row>> {
     let failed = |error: csv::Error| Error::io("read", path, error.into());
     let mut reader = csv::Reader::from_reader(bytes);
@@ -197,15 +185,18 @@ impl Logger for CsvLogger {
         self.folder.take(folders)
     }
 
-    fn resume(&mut self, step: u64) -> Result<()> {
+    fn num_rows(&self) -> u64 {
+        self.num_rows
+    }
+
+    fn resume(&mut self, num_rows: Option<u64>, _step: u64) -> Result<()> {
         let path = self.metrics_path();
         let lines = self.folder.lines_of_earlier_run("metrics.csv")?;
         let Some(lines) = lines.filter(|_| !self.is_started) else { return Ok(()) };
         let mut rows = read_rows(&lines, &path)?;
-        rows.retain(|row| step_of(row).is_some_and(|own| own < step));
+        rows.truncate(num_rows.map_or(usize::MAX, |num_rows| num_rows as usize));
+        self.num_rows = rows.len() as u64;
         self.columns.extend(rows.iter().flatten().map(|(name, _)| name.clone()));
-        let is_last = |row: &&Row| step_of(row).is_some_and(|own| own + 1 == step);
-        self.resumed = rows.iter().filter(is_last).map(as_written).collect();
         self.is_started = true;
         self.columns.insert("step".to_owned());
         self.write(&rows)
@@ -220,9 +211,6 @@ impl Logger for CsvLogger {
         if !row.iter().any(|(name, _)| name == "step") {
             row.push(("step".to_owned(), step as f64));
         }
-        if self.resumed.contains(&as_written(&row)) {
-            return Ok(());
-        }
         let known = self.columns.len();
         for (name, _) in &row {
             if !self.columns.contains(name) {
@@ -230,6 +218,7 @@ impl Logger for CsvLogger {
             }
         }
         self.pending.push(row);
+        self.num_rows += 1;
         if self.columns.len() > known {
             self.writer = None; // the header has to change
         }

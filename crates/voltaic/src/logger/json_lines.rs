@@ -43,8 +43,7 @@ pub struct JsonLinesLogger {
     folder: RunFolder,
     prefix: String,
     writer: Option<BufWriter<File>>,
-    /// Rows of the last step before the one that a fit was resumed at: those that the resumed fit logs again are left out.
-    resumed: Vec<String>,
+    num_rows: u64,
 }
 
 impl JsonLinesLogger {
@@ -57,7 +56,7 @@ impl JsonLinesLogger {
     pub fn from_config(config: JsonLinesLoggerConfig, default_root_dir: &Path) -> Self {
         let save_dir = config.save_dir.as_deref().unwrap_or(default_root_dir);
         let folder = RunFolder::new(save_dir, &config.name, config.version.as_ref());
-        Self { folder, prefix: config.prefix, writer: None, resumed: Vec::new() }
+        Self { folder, prefix: config.prefix, writer: None, num_rows: 0 }
     }
 
     fn path(&self) -> PathBuf {
@@ -113,18 +112,17 @@ impl Logger for JsonLinesLogger {
         self.folder.take(folders)
     }
 
-    fn resume(&mut self, step: u64) -> Result<()> {
+    fn num_rows(&self) -> u64 {
+        self.num_rows
+    }
+
+    fn resume(&mut self, num_rows: Option<u64>, _step: u64) -> Result<()> {
         let lines = self.folder.lines_of_earlier_run("metrics.jsonl")?;
         let Some(lines) = lines.filter(|_| self.writer.is_none()) else { return Ok(()) };
         let lines = String::from_utf8_lossy(&lines);
-        let step_of = |line: &str| Some(serde_json::from_str::<Value>(line).ok()?["step"].as_f64()? as u64);
-        let kept = lines.lines().filter_map(|line| Some((line, step_of(line).filter(|own| *own < step)?)));
-        let kept: Vec<(&str, u64)> = kept.collect();
-        let last = kept.iter().filter(|(_, own)| own + 1 == step);
-        self.resumed = last.map(|(line, _)| (*line).to_owned()).collect();
-        write_atomically(&self.path(), |file| {
-            kept.iter().try_for_each(|(line, _)| writeln!(file, "{line}"))
-        })?;
+        let kept = lines.lines().take(num_rows.map_or(usize::MAX, |num_rows| num_rows as usize));
+        self.num_rows = kept.clone().count() as u64;
+        write_atomically(&self.path(), |file| kept.clone().try_for_each(|line| writeln!(file, "{line}")))?;
         self.open()
     }
 
@@ -139,12 +137,10 @@ impl Logger for JsonLinesLogger {
             let is_count = matches!(name.as_str(), "step" | "epoch") && value >= 0.0 && value.fract() == 0.0;
             row.insert(name, if is_count { Value::from(value as u64) } else { number(value) });
         }
-        let row = Value::Object(row).to_string();
-        if self.resumed.contains(&row) {
-            return Ok(());
-        }
         let failed = self.failed();
-        writeln!(self.writer()?, "{row}").map_err(failed)
+        writeln!(self.writer()?, "{}", Value::Object(row)).map_err(failed)?;
+        self.num_rows += 1;
+        Ok(())
     }
 
     fn save(&mut self) -> Result<()> {

@@ -28,13 +28,19 @@ pub trait Logger: Send {
         Ok(())
     }
 
-    /// Called when a fit is resumed from a checkpoint, before its first row; `step` is the first that is still to be logged. If
-    /// the user chose the folder of an earlier run, its rows before that step stay.
+    /// Rows so far, also those of an earlier run that were kept. A checkpoint has this number.
+    fn num_rows(&self) -> u64 {
+        0
+    }
+
+    /// Called when a fit is resumed from a checkpoint, before its first row. If the user chose the folder of an earlier run, the
+    /// first `num_rows` of its rows stay: those that it had when the checkpoint was taken, or all, if the checkpoint does not tell.
+    /// `step` is the first that is still to be logged.
     ///
     /// # Errors
     /// If they cannot be read or written.
-    fn resume(&mut self, step: u64) -> Result<()> {
-        let _ = step;
+    fn resume(&mut self, num_rows: Option<u64>, step: u64) -> Result<()> {
+        let _ = (num_rows, step);
         Ok(())
     }
 

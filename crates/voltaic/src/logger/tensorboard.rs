@@ -168,6 +168,10 @@ impl Logger for TensorBoardLogger {
         self.folder.take(folders)
     }
 
+    fn resume(&mut self, _num_rows: Option<u64>, step: u64) -> Result<()> {
+        self.write(&[Event::session_start(now(), step)])
+    }
+
     fn log_hyperparams(&mut self, hyper_parameters: &Value) -> Result<()> {
         self.folder.write_hparams(hyper_parameters)?;
         if !self.default_hp_metric {

@@ -132,6 +132,13 @@ impl Event {
         Self(Message::default().double(1, wall_time).text(3, "brain.Event:2"))
     }
 
+    /// The start of a session: TensorBoard drops what was written before it from `step` on.
+    pub fn session_start(wall_time: f64, step: u64) -> Self {
+        const START: u64 = 1;
+        let session = Message::default().int(1, START);
+        Self(Message::default().double(1, wall_time).int(2, step).message(7, &session))
+    }
+
     /// Scalars of one step; `wall_time` in seconds since 1970.
     pub fn scalars(wall_time: f64, step: u64, scalars: &[(String, f64)]) -> Self {
         let values =

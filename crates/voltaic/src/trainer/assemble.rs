@@ -142,6 +142,7 @@ pub(crate) fn assemble(
         engine: Engine::new(strategy, loss_scale),
         callbacks: parts.callbacks,
         loggers: parts.loggers,
+        rows: Vec::new(),
         replaced: Vec::new(),
         run_folders,
         resumed_from: None,

@@ -449,6 +449,7 @@ impl Fabric {
                 then_remove: Vec::new(),
             };
             session.run.requests.checkpoints = vec![request];
+            session.run.mark_rows();
             session.write_checkpoints()?;
             let done = session.run.checkpoint_io.teardown();
             agreed(session.run.world(), "save", &path, done)
@@ -470,8 +471,7 @@ impl Fabric {
             let mut loaded = load(session, path)?;
             restore_module(session, &mut loaded, path)?;
             let resumed = restore_training(session, loaded, path.to_path_buf())?;
-            let step = session.run.at.progress.batches_that_stepped;
-            let rows = session.run.loggers.iter_mut().try_for_each(|logger| logger.resume(step));
+            let rows = session.run.resume_loggers();
             agreed(session.run.world(), "write", &session.run.facts.log_dir, rows)?;
             rng::set_states(&resumed.rng)
         })?;
@@ -514,8 +514,8 @@ impl Fabric {
         self.log_dict(&[(name.to_owned(), value)], step)
     }
 
-    /// [`Fabric::log`] of several values, as one row. After [`Fabric::load`], rows of an earlier run in the same folder stay up to the last
-    /// step that was logged before the checkpoint.
+    /// [`Fabric::log`] of several values, as one row. After [`Fabric::load`], rows of an earlier run in the same folder stay that
+    /// were logged before the checkpoint.
     ///
     /// # Errors
     /// If a logger cannot write.

@@ -3,15 +3,18 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use voltaic::callback::{Callback, LambdaCallback, ModelCheckpoint, ModelCheckpointConfig};
+use voltaic::checkpoint::{Checkpoint, CheckpointIo};
 use voltaic::logger::tfevents::{Event, hparams, read_record, write_record};
 use voltaic::logger::{CsvLogger, CsvLoggerConfig, Logger, LoggerConfig, TensorBoardLoggerConfig, Version};
 use voltaic::trainer::{Trainer, TrainerBuilder};
 
-use crate::checkpoints::resumed;
+use crate::checkpoints::{full_checkpoint, resumed};
 use crate::probe::{Probe, files, loaders, names};
 
 const VAL_LOSSES: &[f64] = &[0.5, 0.25];
@@ -66,11 +69,20 @@ fn fields(mut bytes: &[u8]) -> Vec<(u64, u64, Vec<u8>)> {
 
 /// Scalars of an event file by tag: steps and values.
 fn scalars(path: &Path) -> BTreeMap<String, Vec<(u64, f32)>> {
+    let mut found = BTreeMap::new();
+    add_scalars(path, &mut found);
+    found
+}
+
+/// The same of a further file: a start of a session drops what has its step or a later one, as in TensorBoard.
+fn add_scalars(path: &Path, found: &mut BTreeMap<String, Vec<(u64, f32)>>) {
     let mut reader = File::open(path).unwrap();
-    let mut found: BTreeMap<String, Vec<(u64, f32)>> = BTreeMap::new();
     while let Some(record) = read_record(&mut reader).unwrap() {
         let event = fields(&record);
         let step = event.iter().find(|f| f.0 == 2).map_or(0, |f| f.1);
+        if event.iter().any(|(number, _, session)| *number == 7 && fields(session)[0].1 == 1) {
+            found.values_mut().for_each(|values| values.retain(|(own, _)| *own < step));
+        }
         for (_, _, summary) in event.iter().filter(|f| f.0 == 5) {
             for (_, _, value) in fields(summary) {
                 let value = fields(&value);
@@ -80,7 +92,6 @@ fn scalars(path: &Path) -> BTreeMap<String, Vec<(u64, f32)>> {
             }
         }
     }
-    found
 }
 
 fn event_file(folder: &Path) -> PathBuf {
@@ -130,11 +141,31 @@ fn csv_column(path: &Path, name: &str) -> Vec<f64> {
     lines.filter_map(|cells| cells[at].parse().ok()).collect()
 }
 
-/// A run that ends within a row, and is resumed in the folder that the user chose, leaves the files of an uninterrupted one.
+const FILES: [&str; 2] = ["metrics.csv", "metrics.jsonl"];
+
+/// Keeps the loggers' files as they are when a checkpoint is written, beside it.
+struct KeepsRows(PathBuf);
+
+impl CheckpointIo for KeepsRows {
+    fn save_checkpoint(
+        &mut self,
+        checkpoint: &Checkpoint,
+        path: &Path,
+        _: Option<&Value>,
+    ) -> voltaic::Result<()> {
+        checkpoint.save(path)?;
+        FILES
+            .iter()
+            .for_each(|name| drop(std::fs::copy(self.0.join(name), path.with_extension(name)).unwrap()));
+        Ok(())
+    }
+}
+
+/// Rows of a resumed run, in the folder that the user chose, are those of an uninterrupted one: also with steps that are not those of
+/// the optimizer, within an accumulation window, after a failure, and if the run was killed as soon as it had written the checkpoint.
 #[test]
 fn a_resumed_run_keeps_the_rows_before_its_checkpoint() {
-    const FILES: [&str; 2] = ["metrics.csv", "metrics.jsonl"];
-    let fit = |root: &Path, ckpt: Option<&Path>, ends_after: u64| {
+    let fit = |root: &Path, ckpt: Option<&Path>, (fails_at, fails_in): (u64, &'static str)| {
         let _rng = crate::rng::seeded(1);
         let list = json!([
             {"class_path": "CSVLogger", "init_args": {"version": "v", "plots": false, "flush_logs_every_n_steps": 1}},
@@ -143,40 +174,107 @@ fn a_resumed_run_keeps_the_rows_before_its_checkpoint() {
         let saver = ModelCheckpointConfig {
             dirpath: Some(root.join("saved")),
             save_top_k: -1,
-            every_n_train_steps: Some(1),
+            every_n_epochs: Some(1),
+            save_on_exception: true,
             ..Default::default()
         };
-        let end = LambdaCallback::new().on_train_batch_end(move |ctx, _| {
-            anyhow::ensure!(ctx.progress().total_batches < ends_after, "the run ends here");
+        let saved = root.join("saved");
+        let hooks = LambdaCallback::new()
+            .on_train_batch_start(|ctx, _| {
+                let batch = ctx.progress().total_batches;
+                ctx.log_metrics(vec![("own".to_owned(), batch as f64)], 1000 - batch);
+                Ok(())
+            })
+            .on_train_batch_end(move |ctx, _| {
+                let batch = ctx.progress().total_batches;
+                anyhow::ensure!(batch != fails_at || fails_in != "hook", "the run ends here");
+                ctx.request_checkpoint(full_checkpoint(saved.join(format!("batch={batch}.ckpt"))));
+                Ok(())
+            });
+        let batch = Arc::new(AtomicU64::new(0));
+        let counted = batch.clone();
+        let counts = LambdaCallback::new().on_train_batch_start(move |ctx, _| {
+            counted.store(ctx.progress().total_batches + 1, Ordering::Relaxed);
             Ok(())
         });
-        let builder = logging_to(root).logger(loggers(list)).callback(end);
-        let builder = builder.val_check_interval(3).callback(ModelCheckpoint::new(saver).unwrap());
-        let mut trainer = resumed(builder, ckpt);
-        let _ = trainer.fit(&mut Probe::logging(VAL_LOSSES), &mut loaders());
-        FILES.map(|name| root.join("lightning_logs/v").join(name))
+        let fails = move |place| batch.load(Ordering::Relaxed) == fails_at && fails_in == place;
+        let fails_in_validation = fails.clone();
+        let mut net = Probe {
+            train: Box::new(move |_, loss, ctx| {
+                ctx.log("train_loss", &loss).on_epoch(true);
+                ctx.log("step", 500.0 - ctx.global_step() as f64);
+                anyhow::ensure!(!fails("step"), "the run ends here");
+                Ok(loss)
+            }),
+            validate: Some(Box::new(move |_, loss, ctx| {
+                ctx.log("val_loss", &loss).on_step(true).on_epoch(true);
+                anyhow::ensure!(
+                    !fails_in_validation("validation") || ctx.batch_idx() == 0,
+                    "the run ends here"
+                );
+                Ok(loss)
+            })),
+            ..Probe::default()
+        };
+        let folder = root.join("lightning_logs/v");
+        let builder = logging_to(root).logger(loggers(list)).callback(hooks).callback(counts);
+        let builder = builder.val_check_interval(3).accumulate_grad_batches(2_u64).log_every_n_steps(1_u64);
+        let builder = builder.num_sanity_val_steps(0).checkpoint_io(KeepsRows(folder.clone()));
+        let mut trainer = resumed(builder.callback(ModelCheckpoint::new(saver).unwrap()), ckpt);
+        let _ = trainer.fit(&mut net, &mut loaders());
+        FILES.map(|name| folder.join(name))
     };
     let whole = TempDir::new().unwrap();
-    let expected = fit(whole.path(), None, 100).map(|path| std::fs::read_to_string(path).unwrap());
-    assert!(expected.iter().all(|text| text.lines().count() > 10), "{expected:?}");
-    for ends_after in [5, 9, 100] {
+    let expected = fit(whole.path(), None, (0, "")).map(|path| std::fs::read_to_string(path).unwrap());
+    assert!(expected.iter().all(|text| text.lines().count() > 20), "{expected:?}");
+    for end in [(4, "step"), (6, "validation"), (8, "hook"), (9, "validation"), (0, "")] {
         let folder = TempDir::new().unwrap();
-        let paths = fit(folder.path(), None, ends_after);
-        let left = paths.each_ref().map(|path| std::fs::read_to_string(path).unwrap());
-        for saved in files(&folder.path().join("saved")) {
-            let other = TempDir::new().unwrap();
-            std::fs::create_dir_all(other.path().join("lightning_logs/v")).unwrap();
-            for (name, text) in FILES.iter().zip(&left) {
-                // killed while it wrote another row
-                let half = if name.ends_with("csv") { "0,0" } else { r#"{"step":9"# };
-                let path = other.path().join("lightning_logs/v").join(name);
-                std::fs::write(path, format!("{text}{half}")).unwrap();
+        let left = fit(folder.path(), None, end);
+        let saved = files(&folder.path().join("saved"));
+        for saved in saved.iter().filter(|path| path.extension().is_some_and(|extension| extension == "ckpt"))
+        {
+            for left in [left.clone(), FILES.map(|name| saved.with_extension(name))] {
+                let other = TempDir::new().unwrap();
+                let logs = other.path().join("lightning_logs/v");
+                std::fs::create_dir_all(&logs).unwrap();
+                for (name, left) in FILES.iter().zip(&left) {
+                    // killed while it wrote another row
+                    let half = if name.ends_with("csv") { "0,0" } else { r#"{"step":9"# };
+                    let text = std::fs::read_to_string(left).unwrap();
+                    std::fs::write(logs.join(name), format!("{text}{half}")).unwrap();
+                }
+                let found = fit(other.path(), Some(saved), (0, ""))
+                    .map(|path| std::fs::read_to_string(path).unwrap());
+                assert_eq!(
+                    found,
+                    expected,
+                    "{end:?}, from {}, rows of {}",
+                    saved.display(),
+                    left[0].display()
+                );
             }
-            let found =
-                fit(other.path(), Some(&saved), 100).map(|path| std::fs::read_to_string(path).unwrap());
-            assert_eq!(found, expected, "after batch {ends_after}, from {}", saved.display());
         }
     }
+}
+
+#[test]
+fn tensorboard_shows_the_steps_after_a_checkpoint_once() {
+    let root = TempDir::new().unwrap();
+    let saver = ModelCheckpointConfig { every_n_train_steps: Some(4), save_top_k: -1, ..Default::default() };
+    let fit = |ckpt: Option<&Path>| {
+        let list = loggers(json!([{"class_path": "TensorBoardLogger", "init_args": {"version": "v"}}]));
+        let saver = ModelCheckpoint::new(saver.clone()).unwrap();
+        let mut trainer = resumed(logging_to(root.path()).logger(list).callback(saver), ckpt);
+        trainer.fit(&mut Probe::logging(VAL_LOSSES), &mut loaders()).unwrap();
+        trainer.files().into_iter().find(|path| path.to_str().unwrap().contains("tfevents")).unwrap()
+    };
+    let mut found = scalars(&fit(None));
+    let expected = found.clone();
+    add_scalars(
+        &fit(Some(&root.path().join("lightning_logs/v/checkpoints/epoch=0-step=4.ckpt"))),
+        &mut found,
+    );
+    assert_eq!(found, expected);
 }
 
 #[test]

@@ -86,7 +86,7 @@ impl<M: LightningModule> Session<'_, M> {
         }
         for request in requests.into_iter().filter(|_| global_rank() == 0 && !divides) {
             // the other ranks may be gone, and their own states with them
-            if let Err(second) = write(self, &request, &mut Vec::new()) {
+            if let Err(second) = self.flush_loggers().and_then(|()| write(self, &request, &mut Vec::new())) {
                 tracing::warn!("the checkpoint after the failure could not be written: {second}");
             }
         }

@@ -101,6 +101,7 @@ impl<M: LightningModule> Session<'_, M> {
         let batch_idx = self.run.at.progress.batch_idx as usize;
         let is_last = batch_idx + 1 >= plan.num_training_batches;
         let window = self.window(plan.num_training_batches);
+        self.run.mark_rows();
 
         if self.may_be_undone() && (window.opens || !self.undoes_windows()) {
             self.undo = Some(Undo::before(self.module, self.run, self.plan.device, window.opens)?);
@@ -158,9 +159,11 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.at.progress.validation_is_open = is_scheduled;
         self.run.at.progress.schedules_are_open = follows;
         self.run.at.progress.batches_that_stepped += u64::from(window.closes);
-        self.call_on_end(Hook::OnTrainBatchEnd, facts, &mut batch, &outputs)?;
+        let hooked = self.call_on_end(Hook::OnTrainBatchEnd, facts, &mut batch, &outputs);
         drop((batch, outputs)); // what follows may need the memory
-        self.log_step_values(facts.log_step, window)?;
+        self.log_step_values(facts.log_step, window)?; // also if the hook has failed: a run that is resumed does not repeat the step
+        self.run.mark_rows();
+        hooked?;
         let validation = match is_scheduled {
             true => Some(Validation::Scheduled),
             // the hook may have requested it
@@ -268,6 +271,7 @@ impl<M: LightningModule> Session<'_, M> {
         }
         if validation.is_some() {
             self.validate_in_fit(loaders)?;
+            self.run.mark_rows();
         }
         if std::mem::take(&mut self.run.at.progress.schedules_are_open) {
             self.step_schedulers(Interval::Step, true)?;
@@ -281,6 +285,7 @@ impl<M: LightningModule> Session<'_, M> {
     fn end_epoch(&mut self, loaders: &FitLoaders<M::Batch>) -> Result<()> {
         let has_batches_left = self.run.at.progress.has_batches_left(loaders.plan.num_training_batches);
         let is_cut_short = has_batches_left && self.must_stop();
+        self.run.mark_rows();
         if is_cut_short {
             self.keep_cut_short()?;
         }
@@ -297,9 +302,10 @@ impl<M: LightningModule> Session<'_, M> {
             self.write_checkpoints()?; // with the metrics so far, to which a resumed run adds
         }
         let values = self.run.log.metrics.finish_train_epoch()?; // sync point
-        self.is_ending_epoch = false;
-        self.write_checkpoints()?;
         self.log(values, self.run.at.progress.batches_that_stepped.saturating_sub(1))?;
+        self.is_ending_epoch = false;
+        self.run.mark_rows();
+        self.write_checkpoints()?;
         let saved = self.run.loggers.iter_mut().try_for_each(|logger| logger.save());
         self.keep_failure(saved)
     }

@@ -242,8 +242,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.compare_failures(logged)?;
         let resumed = checkpoint.map(|(loaded, path)| restore_training(self, loaded, path)).transpose()?;
         if resumed.is_some() {
-            let step = self.run.at.progress.batches_that_stepped;
-            let resumed = self.run.loggers.iter_mut().try_for_each(|logger| logger.resume(step));
+            let resumed = self.run.resume_loggers();
             self.compare_failures(resumed)?;
         }
         let val = self.sanity_check()?;

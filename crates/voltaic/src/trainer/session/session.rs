@@ -38,6 +38,8 @@ pub(crate) struct Run {
     pub checkpoint_io: Box<dyn CheckpointIo>,
     pub callbacks: Vec<Box<dyn Callback>>,
     pub loggers: Vec<Box<dyn Logger>>,
+    /// Rows of each logger at the place from which a checkpoint of now goes on.
+    pub rows: Vec<u64>,
     /// What callbacks have saved that a module has since replaced by others.
     pub replaced: Vec<CheckpointPaths>,
     /// Folders of the runs of this configuration: see `state/find.rs`. Empty on other ranks than 0.
@@ -60,6 +62,21 @@ impl Run {
         let progress = std::mem::take(&mut self.at.progress);
         self.at = Position { progress, stage, ..Position::default() };
         self.engine.of_call.signals = Some(Signals::watch()?);
+        Ok(())
+    }
+
+    /// Notes the rows so far: a checkpoint of now goes on from here.
+    pub(crate) fn mark_rows(&mut self) {
+        self.rows.clear();
+        self.rows.extend(self.loggers.iter().map(|logger| logger.num_rows()));
+    }
+
+    /// Lets the loggers continue after the rows that a checkpoint has.
+    pub(crate) fn resume_loggers(&mut self) -> Result<()> {
+        let step = self.at.progress.batches_that_stepped;
+        let rows = self.rows.iter().copied().map(Some).chain(std::iter::repeat(None));
+        self.loggers.iter_mut().zip(rows).try_for_each(|(logger, rows)| logger.resume(rows, step))?;
+        self.mark_rows();
         Ok(())
     }
 
@@ -175,6 +192,7 @@ pub(crate) struct Undo {
     /// Where the run stood.
     progress: Progress,
     loss_scale: Option<LossScale>,
+    rows: Vec<u64>,
 }
 
 impl Undo {
@@ -195,6 +213,7 @@ impl Undo {
             metrics: run.log.metrics.mark()?,
             progress: run.at.progress.clone(),
             loss_scale: run.engine.loss_scale.clone(),
+            rows: run.rows.clone(),
         })
     }
 
@@ -206,6 +225,7 @@ impl Undo {
         run.log.metrics.go_back(self.metrics, device)?;
         run.at.progress = self.progress;
         run.engine.loss_scale = self.loss_scale;
+        run.rows = self.rows;
         rng::set_states(&self.rng)
     }
 }

@@ -130,6 +130,7 @@ fn training_state<M: LightningModule>(session: &Session<M>) -> Result<FitState> 
         loss_scaler: run.engine.loss_scale.as_ref().and_then(|scale| scale.loss_scaler().cloned()),
         gradients: session.run.engine.of_call.gradients.saved().filter(|_| is_manual),
         window: session.open_window().filter(|_| !is_manual),
+        rows: run.rows.clone(),
         data: None,
         module: Value::Null,
         module_on_device: Vec::new(),

@@ -350,6 +350,7 @@ pub(crate) fn restore_training<M: LightningModule>(
     session.run.log.metrics.restore(logged);
     session.run.log.metrics.restore_metrics(&metrics, session.plan.device)?;
     session.run.at.progress = state.progress;
+    session.run.rows = state.rows;
     let ended = || session.run.callbacks.iter().find_map(|callback| callback.has_ended_run());
     if let Some(reason) = state.pending_stop.or_else(ended) {
         session.run.engine.agreed.stop = true;

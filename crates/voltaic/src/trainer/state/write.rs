@@ -52,7 +52,7 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     /// Rows that are older than a checkpoint reach the disk before it: a run that resumes it does not log them again.
-    fn flush_loggers(&mut self) -> Result<()> {
+    pub(crate) fn flush_loggers(&mut self) -> Result<()> {
         for logger in &mut self.run.loggers {
             logger.save()?;
             for file in logger.files() {
