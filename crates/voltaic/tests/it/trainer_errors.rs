@@ -7,10 +7,12 @@ use voltaic::Error;
 use voltaic::callback::{ModelCheckpoint, ModelCheckpointConfig};
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::nn::{Forward, Linear, ModuleExt, Relu, Sequential};
-use voltaic::optim::{Adam, LrSchedulerSpec, Optimizers, PlateauMode, ReduceLrOnPlateau, Sgd};
+use voltaic::optim::{Adam, Interval, LrSchedulerSpec, Optimizers, PlateauMode, ReduceLrOnPlateau, Sgd};
 use voltaic::{Kind, Module, Tensor};
 
-use crate::probe::{Defaults, Events, Probe, loader, loaders, names, own_process, plays, silent, text_of};
+use crate::probe::{
+    Defaults, Events, Probe, Step, loader, loaders, names, own_process, plays, silent, text_of,
+};
 use crate::rng::seeded;
 
 /// The error of a fit and the events until then.
@@ -167,6 +169,24 @@ fn mistakes_of_configure_optimizers_are_explained() {
             ..Probe::default()
         });
         assert!(error.to_string().contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn a_plateau_schedule_waits_for_the_first_validation() {
+    for interval in [Interval::Epoch, Interval::Step] {
+        let optimizers = move || {
+            let spec = LrSchedulerSpec::new(ReduceLrOnPlateau::new(PlateauMode::Min)).monitor("val_loss");
+            Optimizers::new(Sgd::new(0.1)).scheduler(spec.interval(interval))
+        };
+        let validate: Box<Step> = Box::new(|_, loss, ctx| {
+            ctx.log("val_loss", 1.0);
+            Ok(loss)
+        });
+        let mut net =
+            Probe { optimizers: Box::new(optimizers), validate: Some(validate), ..Probe::default() };
+        let builder = silent().max_epochs(3).check_val_every_n_epoch(2).num_sanity_val_steps(0);
+        builder.build().unwrap().fit(&mut net, &mut loaders()).unwrap();
     }
 }
 

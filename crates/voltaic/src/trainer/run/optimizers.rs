@@ -74,6 +74,8 @@ impl<M: LightningModule> Session<'_, M> {
             Interval::Step => progress.batch_idx + u64::from(!watch_metric),
             Interval::Epoch => progress.current_epoch + 1,
         };
+        // which may log the metric
+        let awaits_validation = self.run.facts.num_eval_batches > 0 && progress.validation_batches.is_empty();
         for ActiveLrScheduler { optimizer, configured } in &mut self.training.schedulers {
             let is_due = configured.interval == interval
                 && configured.monitor.is_some() == watch_metric
@@ -86,14 +88,18 @@ impl<M: LightningModule> Session<'_, M> {
                     let metric = self.run.log.metrics.callback_metric(monitor); // sync point
                     match metric {
                         Some(metric) => Some(metric),
-                        None if configured.strict && !is_cut_short => {
+                        None if configured.strict && !is_cut_short && !awaits_validation => {
                             return Err(missing_metric(
                                 monitor,
                                 &self.run.log.metrics.callback_metric_names(),
                             ));
                         }
                         None => {
-                            tracing::warn!("no metric `{monitor}` has been logged, so its schedule waits");
+                            if interval == Interval::Epoch || !awaits_validation {
+                                tracing::warn!(
+                                    "no metric `{monitor}` has been logged, so its schedule waits"
+                                );
+                            }
                             continue;
                         }
                     }
