@@ -139,6 +139,9 @@ struct BestModel {
 struct State {
     dirpath: PathBuf,
     best_k_models: Vec<BestModel>,
+    /// The best one in folders that the run had before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    earlier_best: Option<BestModel>,
     best_model_path: Option<PathBuf>,
     best_model_score: Option<f64>,
     last_model_path: Option<PathBuf>,
@@ -371,8 +374,8 @@ impl ModelCheckpoint {
     }
 
     fn update_best(&mut self) {
-        let kept = &self.state.best_k_models;
-        let best = kept.iter().reduce(|best, next| match (best.score, next.score) {
+        let kept = self.state.earlier_best.iter().chain(&self.state.best_k_models);
+        let best = kept.reduce(|best, next| match (best.score, next.score) {
             (Some(a), Some(b)) if !self.config.mode.is_better(b, a) => best,
             (Some(_), None) => best,
             _ => next, // without scores the newest is best
@@ -499,6 +502,9 @@ impl Callback for ModelCheckpoint {
                 dirpath.display()
             );
             self.state.best_k_models.clear();
+            let score = self.state.best_model_score;
+            self.state.earlier_best =
+                self.state.best_model_path.clone().map(|path| BestModel { path, score });
         }
         self.state.dirpath = dirpath;
         self.forget_foreign_files(ctx)?;

@@ -128,6 +128,24 @@ fn the_best_is_what_the_newest_checkpoint_names() {
 }
 
 #[test]
+fn the_best_of_a_run_is_that_of_all_its_folders() {
+    let _rng = seeded(1);
+    let root = TempDir::new().unwrap();
+    let config = |epochs: i64| json!({"callbacks": savers(), "max_epochs": epochs});
+    for epochs in 1..=3 {
+        let mut trainer = configured(root.path(), &config(epochs));
+        trainer.ckpt_path("last").fit(&mut Probe::logging(VAL_LOSSES), &mut loaders()).unwrap();
+    }
+    let best = root.path().join("lightning_logs/version_0/checkpoints/epoch=0-step=6.ckpt");
+    let best = Vec::<f32>::try_from(&Checkpoint::load(&best).unwrap().weights[0].1).unwrap();
+    assert!(root.path().join("lightning_logs/version_2/checkpoints/epoch=2-step=18.ckpt").exists());
+    assert_eq!(tested(&mut configured(root.path(), &config(3)), "best").unwrap(), best);
+    let moved = TempDir::new().unwrap();
+    std::fs::rename(root.path().join("lightning_logs"), moved.path().join("lightning_logs")).unwrap();
+    assert_eq!(tested(&mut configured(moved.path(), &config(3)), "best").unwrap(), best, "moved");
+}
+
+#[test]
 fn an_evaluation_without_a_checkpoint_is_refused_and_a_fit_begins() {
     let root = TempDir::new().unwrap();
     let config = json!({"logger": [{"class_path": "CSVLogger", "init_args": {"name": "digits"}}]});

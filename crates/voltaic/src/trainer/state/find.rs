@@ -121,9 +121,12 @@ fn best(run: &Run) -> Result<PathBuf, Problem> {
             newest.display()
         ));
     };
-    // the folder may have been moved
-    let beside = newest.parent().zip(best.file_name()).map(|(folder, name)| folder.join(name));
-    match [Some(best.clone()), beside].into_iter().flatten().find(|path| path.exists()) {
+    // the folder may have been moved, or that of the runs of which this is the newest: version_0/checkpoints/best.ckpt
+    let parts: Vec<_> = best.components().collect();
+    let ends =
+        (1..=3).filter_map(|count| Some(parts.get(parts.len().checked_sub(count)?..)?.iter().collect()));
+    let moved = newest.ancestors().skip(1).zip(ends).map(|(folder, end): (_, PathBuf)| folder.join(end));
+    match std::iter::once(best.clone()).chain(moved).find(|path| path.exists()) {
         Some(found) => Ok(found),
         None => refuse(format!(
             "`best` is {} according to {}, but that file is neither there nor beside it",
