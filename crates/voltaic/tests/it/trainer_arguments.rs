@@ -1,5 +1,6 @@
 //! Arguments of the trainer: the table of docs/trainer_arguments.md, and what the less common ones do.
 
+use std::path::Path;
 use std::time::Duration;
 
 use rand::RngExt;
@@ -8,12 +9,14 @@ use serde_json::json;
 use tempfile::TempDir;
 use voltaic::Error;
 use voltaic::callback::{
-    GradientAccumulationScheduler, LambdaCallback, OnExceptionCheckpoint, OnExceptionCheckpointConfig,
+    GradientAccumulationScheduler, LambdaCallback, ModelCheckpoint, ModelCheckpointConfig,
+    OnExceptionCheckpoint, OnExceptionCheckpointConfig,
 };
 use voltaic::data::{DataLoader, Dataset, Loaders, Sampler, TensorDataset};
 use voltaic::trainer::{Deterministic, Trainer, TrainerBuilder, TrainerConfig, WarnText};
 use voltaic::{Kind, Tensor};
 
+use crate::checkpoints::resumed;
 use crate::probe::{Events, Probe, Step, loader, loaders, names, own_process, plays, silent, text_of};
 
 /// `Trainer.__init__` of Lightning 2.6.6.
@@ -389,6 +392,49 @@ fn closures_run_at_hooks_and_a_failure_leaves_a_checkpoint() {
     assert_eq!(events.text(), "t4* t5* V2 e", "without being told, as in Lightning");
     assert_eq!(*loaded.lock().unwrap(), 4);
     assert!(names(folder.path()).is_empty(), "a run that ends well needs it no more");
+}
+
+/// At the end of an epoch, and within one.
+#[test]
+fn a_run_that_fails_after_its_last_step_is_resumed_with_what_follows_it() {
+    for (place, steps) in [("validation", 6), ("validation", 3), ("epoch", 6)] {
+        let root = TempDir::new().unwrap();
+        let fit = |fails: bool, ckpt: Option<&Path>, events: &Events| {
+            let config = ModelCheckpointConfig {
+                dirpath: Some(root.path().into()),
+                monitor: Some("val_loss".to_owned()),
+                save_on_exception: true,
+                ..Default::default()
+            };
+            let hooks = LambdaCallback::new().on_train_epoch_end(move |_, _| {
+                anyhow::ensure!(!fails || place != "epoch", "it fails here");
+                Ok(())
+            });
+            let builder = silent()
+                .enable_checkpointing(true)
+                .max_steps(steps)
+                .val_check_interval(3)
+                .num_sanity_val_steps(0);
+            let builder = builder.callback(ModelCheckpoint::new(config).unwrap());
+            let mut trainer = resumed(builder.callback(hooks).callback(events.clone()), ckpt);
+            let mut net = Probe {
+                validate: Some(Box::new(move |_, loss, ctx| {
+                    ctx.log("val_loss", &loss);
+                    let is_last = ctx.global_step() as i64 == steps;
+                    anyhow::ensure!(!fails || !is_last || place != "validation", "it fails here");
+                    Ok(loss)
+                })),
+                ..Probe::default()
+            };
+            (trainer.fit(&mut net, &mut loaders()).is_ok(), trainer.best_model_path())
+        };
+        assert!(!fit(true, None, &Events::default()).0);
+        let left = root.path().join(format!("epoch=0-step={steps}.ckpt"));
+        let (events, again) = (Events::default(), if place == "epoch" { "e" } else { "V2 e" });
+        let (ended, best) = fit(false, Some(&left), &events);
+        assert!(ended && best.is_some(), "{place} after step {steps}: {best:?}");
+        assert_eq!(events.text(), again, "{place} after step {steps}");
+    }
 }
 
 #[test]

@@ -393,6 +393,12 @@ impl<M: LightningModule> Session<'_, M> {
         if let Some(max) = self.plan.max_epochs.filter(|max| epochs >= *max) {
             return Some(format!("max_epochs={max} is reached at epoch {epochs}"));
         }
+        let has_open_end =
+            progress.batch_idx > 0 && !progress.has_batches_left(loaders.plan.num_training_batches);
+        let is_open = has_open_end || progress.validation_is_open || progress.schedules_are_open;
+        if is_open && !progress.epoch_ended {
+            return None; // a run that is resumed has yet to do what follows its last batch
+        }
         if let Some(max) = self.plan.max_steps.filter(|_| self.reached_max_steps()) {
             return Some(format!("max_steps={max} is reached at global_step {}", progress.global_step));
         }
