@@ -41,6 +41,7 @@ pub use convolution::convolve::{convolution, convolution_input_grad, convolution
 pub use convolution::patches::{Axis, Patches};
 pub use convolution::sizes::Convolution;
 pub use element::{Bf16, Element, F16};
+pub use elementwise::chain::{Chain, ChainInput, ChainOp, ChainOutput, ChainStep};
 pub use elementwise::gelu::{Gelu, GeluBackward};
 pub use elementwise::operators::{add, add_up, convert, gelu, gelu_backward, relu, relu_backward};
 pub use elementwise::pointwise::{

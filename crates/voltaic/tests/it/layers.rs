@@ -439,8 +439,16 @@ fn unsafe_code_is_in_ffi_only() {
 
 /// Files and folders of the kernels that may have unsafe code: views and threads of memory that is shared, instructions, what
 /// is found in the process, and loops over strides.
-const UNSAFE_KERNELS: [&str; 7] =
-    ["views.rs", "threads.rs", "host.rs", "processor", "product", "convolution", "attention/heads.rs"];
+const UNSAFE_KERNELS: [&str; 8] = [
+    "views.rs",
+    "threads.rs",
+    "host.rs",
+    "processor",
+    "product",
+    "convolution",
+    "attention/heads.rs",
+    "elementwise/chain.rs",
+];
 
 fn kernels_src() -> PathBuf {
     src().join("../../voltaic-kernels/src")
