@@ -104,6 +104,34 @@ pub struct vt_mt19937 {
 }
 
 #[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct vt_chain_step {
+    pub op: i32,
+    pub a: i32,
+    pub b: i32,
+    pub number: f32,
+}
+
+#[repr(C)]
+pub struct vt_chain_tensor {
+    pub data: *mut c_void,
+    pub period: i64,
+    pub dtype: i32,
+    pub from: i32,
+}
+
+#[repr(C)]
+pub struct vt_chain_call {
+    pub steps: *const vt_chain_step,
+    pub num_steps: usize,
+    pub inputs: *const vt_chain_tensor,
+    pub num_inputs: usize,
+    pub outputs: *const vt_chain_tensor,
+    pub num_outputs: usize,
+    pub len: i64,
+}
+
+#[repr(C)]
 pub struct vt_convolution {
     pub dtype: i32,
     pub is_channels_last: i32,
@@ -234,6 +262,7 @@ pub struct vt_kernels {
     >,
     pub update:
         Option<extern "C" fn(rule: *const vt_update_rule, updates: *const vt_update, len: usize) -> i32>,
+    pub chain: Option<extern "C" fn(chain: *const vt_chain_call) -> i32>,
 }
 
 pub const VT_E4M3: i32 = 0;

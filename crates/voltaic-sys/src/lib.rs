@@ -242,6 +242,20 @@ pub struct vt_graph_stats {
 pub const VT_GRAPH_NOWHERE: u64 = u64::MAX;
 
 #[repr(C)]
+pub struct vt_chain {
+    pub node: usize,
+    pub len: i64,
+    pub steps: *const vt_chain_step,
+    pub num_steps: usize,
+    pub inputs: *const i64,
+    pub periods: *const i64,
+    pub num_inputs: usize,
+    pub outputs: *const i64,
+    pub registers: *const i32,
+    pub num_outputs: usize,
+}
+
+#[repr(C)]
 pub struct vt_graph_plan {
     pub runs: *const u8,
     pub buffer_offsets: *const u64,
@@ -253,6 +267,9 @@ pub struct vt_graph_plan {
     pub num_inputs: usize,
     pub outputs: *const vt_tensor,
     pub num_outputs: usize,
+    pub merged: *const u64,
+    pub chains: *const vt_chain,
+    pub num_chains: usize,
 }
 
 unsafe extern "C" {

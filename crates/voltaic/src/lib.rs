@@ -42,6 +42,7 @@ pub mod cli;
 
 pub use device::Device;
 pub use error::{Error, Result};
+pub use graph::compile;
 pub use lightning as module;
 pub use nn::{Module, te};
 pub use tch;

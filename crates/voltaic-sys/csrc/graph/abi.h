@@ -1,6 +1,7 @@
 // Graphs: recordings and replays, CUDA's graphs. See voltaic.h for errors, ownership and threads.
 #pragma once
 
+#include "kernels/abi.h"
 #include "voltaic.h"
 
 extern "C" {
@@ -34,6 +35,20 @@ vt_error *vt_recording_buffer_of(const vt_recording *recording, vt_tensor tensor
 
 #define VT_GRAPH_NOWHERE UINT64_MAX
 
+// Operators element by element that run as one, at the place of their last node.
+typedef struct {
+  size_t node;
+  int64_t len; // numbers of each result
+  const vt_chain_step *steps;
+  size_t num_steps;
+  const int64_t *inputs;  // values that are read
+  const int64_t *periods; // how many numbers each of them has
+  size_t num_inputs;
+  const int64_t *outputs;   // values that are written
+  const int32_t *registers; // what is written to each
+  size_t num_outputs;
+} vt_chain;
+
 typedef struct {
   const uint8_t *runs;            // per node: 0 if it is left out
   const uint64_t *buffer_offsets; // per buffer: its place in the arena; VT_GRAPH_NOWHERE if it keeps its memory
@@ -45,6 +60,9 @@ typedef struct {
   size_t num_inputs;
   const vt_tensor *outputs;       // results that each replay makes in memory of their own, for the caller
   size_t num_outputs;
+  const uint64_t *merged;         // per buffer: the buffer whose memory it is, itself or an earlier one
+  const vt_chain *chains;         // by node; only where kernels are installed
+  size_t num_chains;
 } vt_graph_plan;
 
 // A recording made ready: its kernels are called over memory that never moves.

@@ -3,6 +3,7 @@
 #include "error.h"
 #include "graph/abi.h"
 #include "hpu/alias.h"
+#include "kernels/kernels.h"
 #include "profiler/events.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -143,6 +144,7 @@ private:
   void place_buffers();
   void add_inputs();
   void add_node(int32_t index, size_t first_block);
+  void add_chain(const vt_chain &chain);
   IValue argument(const Operand &operand, const IValue &constant, const c10::Argument &declared);
   Tensor tensor(int32_t value);
   void *at(uint64_t offset) const { return static_cast<char *>(graph_->arena.get()) + offset; }
@@ -196,6 +198,10 @@ void Builder::place_buffers() {
   is_supplied_.resize(recording_.buffers.size());
   for (size_t i = 0; i < recording_.buffers.size(); ++i) {
     const Buffer &buffer = recording_.buffers[i];
+    if (plan_.merged[i] != i) {
+      storages_.push_back(storages_[plan_.merged[i]]);
+      continue;
+    }
     void *address = is_placed(i) ? at(plan_.buffer_offsets[i]) : buffer.address;
     storages_.push_back(c10::make_intrusive<StorageImpl>(
         StorageImpl::use_byte_size_t(), buffer.bytes, data_at(address),
@@ -339,8 +345,30 @@ void Builder::add_node(int32_t index, size_t first_block) {
   graph_->calls.push_back(std::move(call));
 }
 
+void Builder::add_chain(const vt_chain &from) {
+  Chain chain;
+  chain.steps.assign(from.steps, from.steps + from.num_steps);
+  chain.len = from.len;
+  for (size_t i = 0; i < from.num_inputs; ++i) {
+    chain.inputs.push_back(tensor(static_cast<int32_t>(from.inputs[i])));
+    const bool is_number = from.periods[i] == 1;
+    chain.reads.push_back({nullptr, from.periods[i], is_number ? VT_FLOAT32 : dtype_of(chain.inputs[i]), 0});
+  }
+  chain.numbers.resize(from.num_inputs);
+  for (size_t i = 0; i < from.num_outputs; ++i) {
+    chain.outputs.push_back(tensor(static_cast<int32_t>(from.outputs[i])));
+    chain.writes.push_back({nullptr, from.len, dtype_of(chain.outputs[i]), from.registers[i]});
+  }
+  const auto node = static_cast<int32_t>(from.node);
+  Call call{recording_.nodes[node].op, {}, 0, {}, {}, static_cast<uint32_t>(graph_->blocks.size()), 0, node,
+            static_cast<int32_t>(graph_->chains.size())};
+  graph_->calls.push_back(std::move(call));
+  graph_->chains.push_back(std::move(chain));
+}
+
 std::unique_ptr<vt_graph> Builder::build() {
   TORCH_CHECK(recording_.refusal.empty(), recording_.refusal);
+  TORCH_CHECK(plan_.num_chains == 0 || rust.chain != nullptr, "chains of operators need voltaic's kernels");
   graph_->device = recording_.device;
   if (plan_.arena_bytes != 0)
     graph_->arena = allocate_arena(recording_.device, plan_.arena_bytes);
@@ -349,8 +377,11 @@ std::unique_ptr<vt_graph> Builder::build() {
   tensors_.resize(recording_.values.size());
   add_inputs();
   size_t first_block = 0;
+  const vt_chain *chain = plan_.chains, *const end = plan_.chains + plan_.num_chains;
   for (size_t i = 0; i < recording_.nodes.size(); ++i) {
-    if (plan_.runs[i] != 0)
+    if (chain != end && chain->node == i)
+      add_chain(*chain++);
+    else if (plan_.runs[i] != 0)
       add_node(static_cast<int32_t>(i), first_block);
     first_block += recording_.nodes[i].blocks.size();
   }
@@ -402,6 +433,38 @@ void settle(vt_graph &graph, int32_t node, const Tensor &result, const Tensor &p
   at::_ops::copy_::redispatch(hpu::cpu_only, target, result, false);
 }
 
+float number_in(const Tensor &tensor) {
+  const void *data = tensor.const_data_ptr();
+  switch (tensor.scalar_type()) {
+  case at::kFloat:
+    return *static_cast<const float *>(data);
+  case at::kDouble:
+    return static_cast<float>(*static_cast<const double *>(data));
+  case at::kBFloat16:
+    return *static_cast<const at::BFloat16 *>(data);
+  case at::kLong:
+    return static_cast<float>(*static_cast<const int64_t *>(data));
+  default:
+    TORCH_CHECK(false, "a chain of operators has no number of ", tensor.toString());
+  }
+}
+
+void run_chain(Chain &chain) {
+  for (size_t i = 0; i < chain.inputs.size(); ++i) {
+    void *data = const_cast<void *>(chain.inputs[i].const_data_ptr());
+    if (chain.reads[i].period == 1) {
+      chain.numbers[i] = number_in(chain.inputs[i]);
+      data = &chain.numbers[i];
+    }
+    chain.reads[i].data = data;
+  }
+  for (size_t i = 0; i < chain.outputs.size(); ++i)
+    chain.writes[i].data = chain.outputs[i].mutable_data_ptr();
+  const vt_chain_call call{chain.steps.data(),  chain.steps.size(),  chain.reads.data(), chain.reads.size(),
+                           chain.writes.data(), chain.writes.size(), chain.len};
+  is_done(rust.chain(&call));
+}
+
 void run(vt_graph &graph) {
   Placement placement(graph);
   const BlockWatchScope watch(has_cpu_allocator() ? &placement : nullptr);
@@ -409,6 +472,11 @@ void run(vt_graph &graph) {
   const int device = graph.device.is_hpu() ? graph.device.index() : -1;
   const profiler::DeviceScope replay(VT_ROW_GRAPHS, device, "graph replay");
   for (const Call &call : graph.calls) {
+    if (call.chain >= 0) {
+      const profiler::DeviceScope profiled(VT_ROW_OPERATORS, device, "chain");
+      run_chain(graph.chains[call.chain]);
+      continue;
+    }
     stack.assign(call.arguments.begin(), call.arguments.end());
     placement.enter(call);
     {

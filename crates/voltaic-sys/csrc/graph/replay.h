@@ -17,6 +17,16 @@ struct Call {
   std::vector<std::pair<uint32_t, std::vector<at::Tensor>>> result_lists;
   uint32_t first_block, num_blocks;
   int32_t node; // of the recording
+  int32_t chain = -1; // that runs in its place
+};
+
+// Operators that run as one.
+struct Chain {
+  std::vector<vt_chain_step> steps;
+  std::vector<at::Tensor> inputs, outputs;
+  std::vector<vt_chain_tensor> reads, writes; // of them, with addresses during a replay
+  std::vector<float> numbers;                 // of the inputs that have one
+  int64_t len;
 };
 
 // Memory that a call's kernel is given.
@@ -70,6 +80,7 @@ struct vt_graph {
 
   c10::Device device = c10::Device(c10::DeviceType::CPU);
   std::vector<voltaic::graph::Call> calls;
+  std::vector<voltaic::graph::Chain> chains;
   std::vector<voltaic::graph::PlacedBlock> blocks;
   std::vector<voltaic::graph::Watched> watched;
   std::vector<voltaic::graph::Input> inputs;

@@ -41,6 +41,29 @@ typedef struct {
   int64_t in_size[2], out_size[2], kernel[2], stride[2], padding[2];
 } vt_convolution;
 
+// A step of a chain of operators: `op` of kernels::ChainOp on two registers. Those of the inputs come first, then one for each step.
+typedef struct {
+  int32_t op, a, b;
+  float number;
+} vt_chain_step;
+
+// `period` numbers of a vt_float, which repeat; of an output all are written, from a register.
+typedef struct {
+  void *data;
+  int64_t period;
+  int32_t dtype, from;
+} vt_chain_tensor;
+
+typedef struct {
+  const vt_chain_step *steps;
+  size_t num_steps;
+  const vt_chain_tensor *inputs;
+  size_t num_inputs;
+  const vt_chain_tensor *outputs;
+  size_t num_outputs;
+  int64_t len;
+} vt_chain_call;
+
 // What is computed of a convolution.
 enum vt_convolves : int32_t { VT_OUTPUT = 1, VT_INPUT_GRAD = 2, VT_WEIGHT_GRAD = 4 };
 
@@ -137,6 +160,8 @@ typedef struct {
                                  float *grad_bias);
   // What is written is memory of its own.
   int32_t (*update)(const vt_update_rule *rule, const vt_update *updates, size_t len);
+  // An output may lie where an input of its format and of all numbers does.
+  int32_t (*chain)(const vt_chain_call *chain);
 } vt_kernels;
 
 // Has gradients of convolutions' weights be 0 where oneDNN leaves them unwritten; once per process.

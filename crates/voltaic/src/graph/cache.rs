@@ -6,13 +6,16 @@ use std::fmt;
 
 use tch::Tensor;
 
+use super::backend::{CompileBackend, RECOMPILE_LIMIT};
 use super::call::{Call, CallGraphs, CapturedCall, Outputs};
 use super::capture::is_capturing;
 use super::metrics;
+use super::passes::Passes;
 use super::places::{any_missing, shares_elements};
+use super::plan::PlanStats;
 use super::signature::{Conditions, InputSignature};
 use crate::device::Device;
-use crate::error::{Error, GraphError, Result};
+use crate::error::{Error, GraphError, Problem, Result};
 use crate::ffi;
 use crate::nn::{ModeNumbers, Module, ModuleExt, ModuleKind, is_in_segment};
 
@@ -38,6 +41,21 @@ pub(crate) struct CacheOptions {
     pub(crate) buckets: Option<Buckets>,
     /// Logs the statistics after so many calls, and at the end; 0 does not.
     pub(crate) log_frequency: u64,
+    /// The graphs are compiled.
+    pub(crate) backend: Option<CompileBackend>,
+}
+
+impl CacheOptions {
+    /// Those of what a backend compiles.
+    pub(crate) fn compiled(backend: CompileBackend) -> Self {
+        Self {
+            max_graphs: Some(RECOMPILE_LIMIT),
+            captures_grad: backend.trains(),
+            disable_tensor_cache: true,
+            backend: Some(backend),
+            ..Self::default()
+        }
+    }
 }
 
 /// What the calls of a module with graphs found.
@@ -115,6 +133,7 @@ struct Entry {
 #[derive(Debug)]
 pub(crate) struct GraphCache {
     options: CacheOptions,
+    passes: Passes,
     module: String,
     graphs: Vec<Entry>,
     /// How often each kind of call came; kept to find the least frequent one.
@@ -123,6 +142,8 @@ pub(crate) struct GraphCache {
     modes: ModeNumbers,
     last_sizes: Vec<Vec<i64>>,
     stats: CacheStats,
+    /// It was said that there is no room.
+    is_full: bool,
     pub(crate) refusal: Option<String>,
 }
 
@@ -131,6 +152,7 @@ impl GraphCache {
     pub(crate) fn new(module: impl Into<String>, options: CacheOptions) -> Self {
         let stats = CacheStats { max_graphs: options.max_graphs, ..CacheStats::default() };
         Self {
+            passes: Passes::of(options.backend),
             options,
             module: module.into(),
             graphs: Vec::new(),
@@ -139,6 +161,7 @@ impl GraphCache {
             modes: ModeNumbers::default(),
             last_sizes: Vec::new(),
             stats,
+            is_full: false,
             refusal: None,
         }
     }
@@ -184,6 +207,7 @@ impl GraphCache {
         call: Call,
     ) -> anyhow::Result<Vec<Tensor>> {
         let key = self.key(module, is_training, inputs)?;
+        self.refuse_grad(key.with_grad)?;
         self.count(&key);
         let unchecked = self.graphs.iter().position(|entry| !entry.is_checked && entry.key == key);
         let outputs = if self.refusal.is_some() || (key.with_grad && !self.options.captures_grad) {
@@ -195,10 +219,41 @@ impl GraphCache {
         } else if !inputs.iter().any(shares_elements) && self.has_room(&key) {
             self.capture(module, key, inputs, call)?
         } else {
+            self.warn_if_full(&key);
             self.uncached(inputs, call)?
         };
         self.log_stats();
         Ok(outputs)
+    }
+
+    /// Refuses a call that wants gradients, if the backend has none.
+    fn refuse_grad(&self, with_grad: bool) -> Result<()> {
+        match self.options.backend {
+            Some(backend) if with_grad && !backend.trains() => {
+                let what =
+                    format!("{} is called with grad, and {backend} computes no gradients", self.module);
+                let remedy = "call it within no_grad, or compile it with hpu_backend";
+                Err(GraphError::Arguments { problem: Problem::new(what, remedy) }.into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Says once that a kind of call is not compiled, since there are too many others.
+    fn warn_if_full(&mut self, key: &Key) {
+        let (Some(backend), Some(max)) = (self.options.backend, self.options.max_graphs) else { return };
+        let is_known = self.graphs.iter().any(|entry| entry.key == *key);
+        if self.refusal.is_none()
+            && !is_known
+            && self.graphs.len() >= max
+            && !std::mem::replace(&mut self.is_full, true)
+        {
+            tracing::warn!(
+                "{backend}: {} was compiled for {max} kinds of calls; those of {:?} and later kinds run as usual; pad inputs to few shapes (Compiler::buckets)",
+                self.module,
+                key.inputs.iter().map(|input| &input.size).collect::<Vec<_>>()
+            );
+        }
     }
 
     fn key(&mut self, module: &dyn Module, is_training: bool, inputs: &[Tensor]) -> Result<Key> {
@@ -265,7 +320,8 @@ impl GraphCache {
             options if options.captures_grad => Outputs::Copied,
             _ => Outputs::Shared,
         };
-        let (captured, results) = CapturedCall::capture(module, inputs, key.with_grad, outputs, call)?;
+        let (captured, results) =
+            CapturedCall::capture(module, inputs, key.with_grad, (outputs, self.passes), call)?;
         self.stats.misses += 1;
         metrics::count_miss();
         self.count_recompilation(&key);
@@ -375,6 +431,10 @@ impl GraphCache {
         }
     }
 
+    pub(crate) fn plan_stats(&self) -> Vec<PlanStats> {
+        self.graphs.iter().flat_map(|entry| entry.call.plan_stats()).collect()
+    }
+
     /// Replays in all, and what they could not place as planned.
     pub(crate) fn replay_stats(&self) -> Vec<ffi::ReplayStats> {
         self.graphs.iter().flat_map(|entry| entry.call.replay_stats()).collect()
@@ -393,6 +453,11 @@ impl CachedGraphs {
     /// What the calls so far found.
     pub fn stats(&self) -> CacheStats {
         self.0.borrow().stats()
+    }
+
+    /// The plan of each graph: forward, then backward if it has one.
+    pub fn plan_stats(&self) -> Vec<PlanStats> {
+        self.0.borrow().plan_stats()
     }
 
     /// Why there are no graphs, if the module cannot be captured.

@@ -8,9 +8,11 @@ use tch::Tensor;
 use super::capture::{Capture, scoped_by_fqn};
 use super::compiled::CompiledGraph;
 use super::ir::Graph;
+use super::passes::Passes;
 use super::places::{
     any_missing, any_within, check_inputs, copy_like, fill, missing, numbered, placeholder_for,
 };
+use super::plan::PlanStats;
 use super::recordings::{Recordings, check_same, named_tensors};
 use crate::device::Device;
 use crate::error::{Error, GraphError, Problem, Result};
@@ -98,7 +100,7 @@ struct BackwardState {
 
 impl CapturedCall {
     /// Runs `call` of `module` on copies of the inputs while it is captured, and with grad its backward pass on zeros.
-    /// Returns the results of this call, too.
+    /// Returns the results of this call, too. The graphs are those after `passes`.
     ///
     /// # Errors
     /// `call`'s own; a [`GraphError`] beside the results if it cannot be captured.
@@ -106,13 +108,13 @@ impl CapturedCall {
         module: &dyn Module,
         inputs: &[Tensor],
         with_grad: bool,
-        outputs: Outputs,
+        (outputs, passes): (Outputs, Passes),
         call: Call,
     ) -> anyhow::Result<(Result<Self>, Vec<Tensor>)> {
         let recorded = Recorded::of(module, inputs, with_grad, call)?;
         match recorded.graphs() {
             Ok(_) => {
-                let (captured, outputs, kept) = Self::compile(recorded, module, outputs)?;
+                let (captured, outputs, kept) = Self::compile(recorded, module, outputs, passes)?;
                 let results = captured.results(inputs, outputs)?;
                 match kept {
                     Ok(()) => Ok((Ok(captured), results)),
@@ -132,6 +134,7 @@ impl CapturedCall {
         mut recorded: Recorded,
         module: &dyn Module,
         kind: Outputs,
+        passes: Passes,
     ) -> Result<(Self, Vec<Tensor>, Result<()>)> {
         let results = std::mem::take(&mut recorded.results);
         let outputs: Vec<Tensor> = results.iter().map(Tensor::f_detach).collect::<Result<_, _>>()?;
@@ -142,10 +145,10 @@ impl CapturedCall {
         let backward_graphs = graphs.split_off(forward.num_parts());
         let gives_away = kind == Outputs::GivenAway && backward.is_none();
         let asked: &[Tensor] = if gives_away { &outputs } else { &[] };
-        let (forward, mut given_away) = forward.compile_giving(graphs, &places, asked)?;
+        let (forward, mut given_away) = forward.compile_giving(graphs, &places, asked, passes)?;
         given_away.resize(outputs.len(), false);
-        let backward =
-            backward.map(|backward| backward.compile(backward_graphs, module, &places)).transpose()?;
+        let backward = backward.map(|backward| backward.compile(backward_graphs, module, &places, passes));
+        let backward = backward.transpose()?;
         let (mut kept, mut given) = (Vec::new(), Vec::new());
         for (output, is_given) in outputs.into_iter().zip(given_away) {
             kept.push((!is_given).then(|| output.shallow_clone()));
@@ -242,6 +245,15 @@ impl CapturedCall {
         Ok(results)
     }
 
+    /// The plans of both passes.
+    pub(super) fn plan_stats(&self) -> Vec<PlanStats> {
+        let mut stats: Vec<PlanStats> = self.forward.plan_stats().collect();
+        if let Some(backward) = &self.backward {
+            stats.extend(backward.lock().graph.plan_stats());
+        }
+        stats
+    }
+
     /// Counts of the replays of both passes.
     pub(super) fn replay_stats(&self) -> Vec<ReplayStats> {
         let mut stats: Vec<ReplayStats> = self.forward.replay_stats().collect();
@@ -336,9 +348,15 @@ impl RecordedBackward {
         Ok(Self { step, is_output_trained: trained(results), grad_outputs, grad_inputs })
     }
 
-    fn compile(self, graphs: Vec<Graph>, module: &dyn Module, places: &[Tensor]) -> Result<Backward> {
+    fn compile(
+        self,
+        graphs: Vec<Graph>,
+        module: &dyn Module,
+        places: &[Tensor],
+        passes: Passes,
+    ) -> Result<Backward> {
         let Self { step, is_output_trained, grad_outputs, grad_inputs } = self;
-        let graph = step.compile(graphs, &grad_outputs)?;
+        let graph = step.compile(graphs, &grad_outputs, passes)?;
         let needs_copies =
             any_within(grad_inputs.iter().flatten(), &grad_outputs) || graph.writes_to_named(GRADIENT);
         let state = BackwardState {

@@ -6,6 +6,7 @@ use tch::Tensor;
 
 use super::ir::Graph;
 use super::metrics;
+use super::passes::{self, Passes};
 use super::plan::{PlanStats, plan};
 use crate::error::{GraphError, Result};
 use crate::ffi::{Recording, ReplayGraph, ReplayStats, Replayed};
@@ -61,19 +62,19 @@ pub(super) struct Segment {
 }
 
 impl Segment {
-    /// Plans the graph and prepares its calls.
+    /// Runs passes over the graph, plans what they leave of it and prepares its calls.
     pub(super) fn compile(
         recording: Recording,
         graph: Graph,
         inputs: &[Tensor],
         outputs: &[Tensor],
+        passes: Passes,
     ) -> Result<Self> {
         if let Some(problem) = graph.problem() {
             return Err(problem.into());
         }
         let timer = metrics::Compilation::start();
-        // passes over the graph have their place here: what they leave of it is planned
-        let (plan, stats) = plan(&graph, uses_out_variants());
+        let (plan, stats) = plan(passes::run(&graph, passes), uses_out_variants());
         let replay = recording.build(&plan, inputs, outputs)?;
         timer.finish(&graph);
         Ok(Self { graph: Arc::new(graph), stats, replay })

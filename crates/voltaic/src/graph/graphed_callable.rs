@@ -7,6 +7,7 @@ use tch::Tensor;
 use super::call::{Call, CallGraphs, CapturedCall, Outputs, trained_params};
 use super::capture::{check_not_capturing, is_capturing};
 use super::graphed::{Graphed, InPlace};
+use super::passes::Passes;
 use super::places::any_missing;
 use super::signature::{Conditions, device_of};
 use crate::accelerator::rng;
@@ -132,7 +133,8 @@ impl OneGraph {
         for _ in 0..warmup {
             warm_up(&code(inputs)?, inputs, &params)?;
         }
-        let (captured, _) = CapturedCall::capture(module, inputs, with_grad, Outputs::Shared, code)?;
+        let (captured, _) =
+            CapturedCall::capture(module, inputs, with_grad, (Outputs::Shared, Passes::NONE), code)?;
         let checked = match &captured {
             Ok(captured) => captured.check(module, inputs, with_grad, code)?.0,
             Err(_) => Ok(()),

@@ -10,6 +10,7 @@ use tch::Tensor;
 use super::capture::{Capture, check_not_capturing};
 use super::compiled::{CompiledGraph, Segment};
 use super::ir::Graph;
+use super::passes::Passes;
 use super::places::{check_inputs, fill};
 use super::plan::PlanStats;
 use super::recordings::named_tensors;
@@ -243,8 +244,9 @@ impl HpuGraph {
         }
         let Some(capture) = state.capture.take() else { return Err(GraphError::NotCapturing.into()) };
         let recordings = capture.end()?;
-        let compiled =
-            recordings.graphs(&state.names).and_then(|graphs| recordings.compile(graphs, &state.inputs));
+        let compiled = recordings
+            .graphs(&state.names)
+            .and_then(|graphs| recordings.compile(graphs, &state.inputs, Passes::NONE));
         state.graph = match compiled {
             Err(Error::Graph(error @ GraphError::OnCard { .. })) => {
                 static HAS_WARNED: AtomicBool = AtomicBool::new(false);

@@ -8,8 +8,8 @@
 //! 3. **Capture** (`capture`): operators run, and are recorded. A `mark_step` begins another part.
 //! 4. **Reading** (`recordings`): recordings become data, [`Graph`], with names for the tensors that were there. They are checked for what
 //!    cannot be replayed (`check`), and compared with another capture of the same function: only what is the same both times stands for it.
-//! 5. **Compilation** (`compiled`): a plan says what runs and where memory lies (`plan`); views vanish, dead results are not computed. Passes
-//!    over the graph, as a compiler's, have their place before the plan.
+//! 5. **Compilation** (`compiled`): a plan says what runs and where memory lies (`plan`); views vanish, dead results are not computed. What is
+//!    compiled (`compile`) is changed by passes before (`passes`).
 //! 6. **Replay**: a loop over prepared kernel calls. `call` fills the inputs, gives the outputs, and makes the replay of a backward pass
 //!    autograd's function. `metrics` counts.
 //!
@@ -18,10 +18,12 @@
 //! module, or an interceptor of its calls (`graphed`). The trainer captures modules (`modules`), and steps 3 to 6 of training steps and
 //! optimizer steps (`trainer/run/graphs.rs`).
 
+mod backend;
 mod cache;
 mod call;
 mod capture;
 mod check;
+mod compile;
 mod compiled;
 mod flops;
 mod graphed;
@@ -31,6 +33,7 @@ mod ir;
 mod known;
 mod metrics;
 mod modules;
+mod passes;
 mod places;
 mod plan;
 mod recordings;
@@ -40,9 +43,12 @@ mod wrap;
 
 pub use crate::ffi::ReplayStats;
 pub use crate::nn::{Callable, TensorTuple};
+pub use backend::CompileBackend;
+pub(crate) use backend::RECOMPILE_LIMIT;
 pub use cache::{Buckets, CacheStats, CachedGraphs};
 pub(crate) use capture::{Capture, scope_by_fqn};
 pub use capture::{Scope, is_capturing, mark_step, refuse_capture, scope};
+pub use compile::{Compiler, compile};
 pub(crate) use compiled::CompiledGraph;
 pub use flops::Flops;
 pub use graphed::{Graphed, InPlace};
@@ -59,6 +65,7 @@ pub use ir::{Buffer, Graph, Node, Operand, Value};
 pub use metrics::{GraphMetrics, graph_metrics, metric_global, reset_metrics};
 pub(crate) use metrics::{count_fallback, count_hit, count_miss};
 pub(crate) use modules::ModuleGraphs;
+pub(crate) use passes::Passes;
 pub(crate) use places::{any_within, copy_of, fill, numbered, placeholder_for};
 pub use plan::PlanStats;
 pub(crate) use recordings::{FirstCapture, Recordings, named_tensors};

@@ -4,6 +4,7 @@ use std::cell::RefCell;
 
 use tch::Tensor;
 
+use super::backend::CompileBackend;
 use super::cache::{CacheOptions, CacheStats, GraphCache};
 use super::known::Known;
 use crate::nn::{Callable, Module, ModuleExt, TensorTuple, call_as, call_with, identity};
@@ -15,9 +16,15 @@ const MAX_GRAPHS: usize = 10;
 #[derive(Debug, Default)]
 pub(crate) struct ModuleGraphs {
     caches: Vec<(Known, GraphCache)>,
+    /// Calls are compiled.
+    backend: Option<CompileBackend>,
 }
 
 impl ModuleGraphs {
+    pub(crate) fn compiled(backend: CompileBackend) -> Self {
+        Self { backend: Some(backend), ..Self::default() }
+    }
+
     /// The call of a module that lies within `root`, captured and replayed.
     pub(crate) fn call<A: TensorTuple, M: Callable<A>>(
         &mut self,
@@ -39,12 +46,13 @@ impl ModuleGraphs {
     ) -> anyhow::Result<M::Output> {
         let called = module.as_dyn();
         let index = self.caches.iter().position(|(known, _)| known.is(called)).unwrap_or_else(|| {
-            let options = CacheOptions {
+            let plain = CacheOptions {
                 max_graphs: Some(MAX_GRAPHS),
                 captures_grad: true,
                 disable_tensor_cache: true,
                 ..CacheOptions::default()
             };
+            let options = self.backend.map_or(plain, CacheOptions::compiled);
             self.caches.push((Known::of(called), GraphCache::new(name_of(called, root), options)));
             self.caches.len() - 1
         });

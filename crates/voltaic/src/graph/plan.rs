@@ -1,9 +1,10 @@
-//! What of a recording is replayed, and where its memory lies: planned once for all replays.
+//! Where the memory of what a replay runs lies: planned once for all replays.
 //!
-//! Views cost nothing in a replay, since memory never moves; unused results are not computed. Each buffer lives from the node that
+//! Views cost nothing in a replay, since memory never moves. Each buffer lives from the node that
 //! makes it to the last one that uses it, and buffers whose lifetimes do not overlap share memory.
 
-use super::ir::{Graph, Operand};
+use super::ir::Graph;
+use super::passes::Program;
 use crate::ffi::GraphPlan;
 
 /// Sizes and counts of a plan.
@@ -11,8 +12,12 @@ use crate::ffi::GraphPlan;
 pub struct PlanStats {
     /// Operators that were recorded.
     pub num_nodes: usize,
-    /// Those of them that a replay runs.
+    /// What a replay calls; operators that run as one are one call.
     pub num_calls: usize,
+    /// Operators that are compiled into others: those that run as one with more of them.
+    pub num_fused: usize,
+    /// Operators that are not run, since another one has the same result.
+    pub num_merged: usize,
     /// Memory that a replay works in beside what is kept.
     pub arena_bytes: u64,
     /// What it would be if no buffer were used twice.
@@ -37,10 +42,10 @@ enum Owner {
     Block(usize),
 }
 
-/// Plans the replay of a graph.
-pub(super) fn plan(graph: &Graph, uses_out_variants: bool) -> (GraphPlan, PlanStats) {
-    let runs = needed_nodes(graph);
-    let mut pieces = pieces(graph, &runs);
+/// Plans the replay of a program.
+pub(super) fn plan(program: Program, uses_out_variants: bool) -> (GraphPlan, PlanStats) {
+    let Program { graph, runs, merged, chains } = program;
+    let mut pieces = pieces(&graph, &runs);
     let unshared_bytes = pieces.iter().map(|piece| padded(piece.bytes)).sum();
     pieces.sort_by_key(|piece| (std::cmp::Reverse(piece.bytes), piece.first));
     let num_blocks = graph.nodes.iter().map(|node| node.blocks.len()).sum();
@@ -51,6 +56,8 @@ pub(super) fn plan(graph: &Graph, uses_out_variants: bool) -> (GraphPlan, PlanSt
         constants: graph.buffers.iter().map(|buffer| u8::from(buffer.is_constant)).collect(),
         arena_bytes: 0,
         uses_out_variants,
+        merged: merged.iter().map(|&buffer| buffer as u64).collect(),
+        chains: Vec::new(),
     };
     for (piece, start) in place(&pieces) {
         let offset = start + GraphPlan::HEADER_BYTES;
@@ -63,40 +70,19 @@ pub(super) fn plan(graph: &Graph, uses_out_variants: bool) -> (GraphPlan, PlanSt
     let stats = PlanStats {
         num_nodes: graph.nodes.len(),
         num_calls: runs.iter().filter(|runs| **runs).count(),
+        num_fused: chains.iter().map(|chain| chain.members.len()).sum(),
+        num_merged: merged.iter().enumerate().filter(|(index, buffer)| index != *buffer).count(),
         arena_bytes: plan.arena_bytes,
         unshared_bytes,
         kept_bytes: graph.buffers.iter().filter(|buffer| buffer.is_kept).map(|buffer| buffer.bytes).sum(),
     };
+    plan.chains = chains.into_iter().map(|chain| chain.planned).collect();
     (plan, stats)
 }
 
 /// Bytes of a piece with its header, a multiple of the alignment.
 fn padded(bytes: u64) -> u64 {
     GraphPlan::HEADER_BYTES + bytes.next_multiple_of(GraphPlan::HEADER_BYTES)
-}
-
-/// Nodes whose effect is seen outside the graph, and those that they need.
-fn needed_nodes(graph: &Graph) -> Vec<bool> {
-    let mut is_read: Vec<bool> = graph.buffers.iter().map(|buffer| buffer.is_kept).collect();
-    let mut runs = vec![false; graph.nodes.len()];
-    for (index, node) in graph.nodes.iter().enumerate().rev() {
-        if graph.is_view(index) || node.makes_empty_tensor() {
-            continue;
-        }
-        // an operator may write to a tensor beside those that it gives, as casts to float8 do to a history
-        let is_seen = node.results.iter().flat_map(Operand::values).chain(node.written()).any(|value| {
-            let buffer = graph.values[value].buffer;
-            is_read[buffer] || graph.buffers[buffer].made_by().is_none()
-        });
-        if !is_seen && !node.has_hidden_effect() {
-            continue;
-        }
-        runs[index] = true;
-        for value in node.arguments.iter().flat_map(Operand::values) {
-            is_read[graph.values[value].buffer] = true;
-        }
-    }
-    runs
 }
 
 /// The memory that the running nodes need beside what is kept.

@@ -4,6 +4,7 @@ use tch::Tensor;
 
 use super::compiled::{CompiledGraph, Segment};
 use super::ir::Graph;
+use super::passes::Passes;
 use crate::error::{GraphError, Result, TorchError, TorchErrorKind};
 use crate::ffi::Recording;
 use crate::nn::{Module, ModuleExt};
@@ -84,10 +85,15 @@ impl Recordings {
         FirstCapture { graphs, _recordings: self.recordings }
     }
 
-    /// Makes it ready to be replayed, with what [`Recordings::read`] gave; `inputs` are the placeholders that replays are given
-    /// others for.
-    pub(crate) fn compile(self, graphs: Vec<Graph>, inputs: &[Tensor]) -> Result<CompiledGraph> {
-        Ok(self.compile_giving(graphs, inputs, &[])?.0)
+    /// Makes it ready to be replayed, with what [`Recordings::read`] gave and after these passes; `inputs` are the placeholders that
+    /// replays are given others for.
+    pub(crate) fn compile(
+        self,
+        graphs: Vec<Graph>,
+        inputs: &[Tensor],
+        passes: Passes,
+    ) -> Result<CompiledGraph> {
+        Ok(self.compile_giving(graphs, inputs, &[], passes)?.0)
     }
 
     /// The same; each replay makes new ones of the `outputs` for which this returns true, and keeps nothing of them.
@@ -96,8 +102,9 @@ impl Recordings {
         graphs: Vec<Graph>,
         inputs: &[Tensor],
         outputs: &[Tensor],
+        passes: Passes,
     ) -> Result<(CompiledGraph, Vec<bool>)> {
-        let (segments, given_away) = compile_all(self.recordings, graphs, inputs, outputs)?;
+        let (segments, given_away) = compile_all(self.recordings, graphs, inputs, outputs, passes)?;
         Ok((CompiledGraph { segments }, given_away))
     }
 }
@@ -180,6 +187,7 @@ fn compile_all(
     graphs: Vec<Graph>,
     inputs: &[Tensor],
     outputs: &[Tensor],
+    passes: Passes,
 ) -> Result<(Vec<Segment>, Vec<bool>)> {
     let is_made = |output: &Tensor| -> Result<bool> {
         let ([recording], [graph]) = (recordings.as_slice(), graphs.as_slice()) else { return Ok(false) };
@@ -190,6 +198,6 @@ fn compile_all(
     let outputs: Vec<Tensor> =
         outputs.iter().zip(&given_away).filter(|(_, is)| **is).map(|(o, _)| o.shallow_clone()).collect();
     let parts = recordings.into_iter().zip(graphs);
-    let compile = |(recording, graph)| Segment::compile(recording, graph, inputs, &outputs);
+    let compile = |(recording, graph)| Segment::compile(recording, graph, inputs, &outputs, passes);
     Ok((parts.map(compile).collect::<Result<_>>()?, given_away))
 }

@@ -2,6 +2,7 @@
 
 use super::cache::{Buckets, CacheOptions, CacheStats, CachedGraphs};
 use super::graphed::{Graphed, InPlace};
+use super::plan::PlanStats;
 use crate::accelerator::RuntimeFlags;
 use crate::nn::Module;
 
@@ -31,6 +32,11 @@ impl<M: Module> Graphed<M, CachedGraphs> {
     /// See [`CachedGraphs::stats`].
     pub fn stats(&self) -> CacheStats {
         self.graphs.stats()
+    }
+
+    /// See [`CachedGraphs::plan_stats`].
+    pub fn plan_stats(&self) -> Vec<PlanStats> {
+        self.graphs.plan_stats()
     }
 
     /// See [`CachedGraphs::refusal`].

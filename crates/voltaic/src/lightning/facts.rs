@@ -57,7 +57,7 @@ pub struct RunFacts {
     pub(crate) example_sizes: Option<Arc<CallSizes>>,
     /// Hooks of the calls of modules.
     pub(crate) module_hooks: ModuleHooks,
-    /// `trainer.graph`, if it captures something.
+    /// `trainer.graph` or `trainer.compile` with its value, if it captures something.
     pub(crate) graph: Option<String>,
     pub(crate) profiling: Profiling,
     pub(crate) hardware: Hardware,

@@ -25,7 +25,7 @@ impl HookContext<'_> {
     /// read on the host: checkpoints, state dicts, values by name. No bit of training changes.
     ///
     /// # Errors
-    /// [`ConfigError`] within a step, with `trainer.graph`, and outside a fit; if one of the optimizers does not do so
+    /// [`ConfigError`] within a step, with `trainer.graph` or `trainer.compile`, and outside a fit; if one of the optimizers does not do so
     /// ([`Optimizer::offload_states`](crate::optim::Optimizer::offload_states)); if memory of the host is short.
     pub fn offload_states(&mut self, states: impl Into<OffloadStates>) -> Result<()> {
         let refuse = |what: String, remedy: &'static str| {
@@ -38,9 +38,9 @@ impl HookContext<'_> {
         if self.training.optimizers.is_empty() {
             return refuse("there are no optimizers".to_owned(), "call it in a hook of a fit");
         }
-        if let Some(mode) = &self.run.graph {
-            let what = format!("trainer.graph={mode}: graphs have the places of states in memory");
-            return refuse(what, "use trainer.graph=off");
+        if let Some(key) = &self.run.graph {
+            let what = format!("{key}: graphs have the places of states in memory");
+            return refuse(what, "use trainer.graph=off, and no trainer.compile");
         }
         let states = states.into();
         self.training.optimizers.iter_mut().try_for_each(|optimizer| optimizer.offload_states(&states))

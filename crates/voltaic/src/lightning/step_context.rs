@@ -22,7 +22,7 @@ pub struct StepContext<'a> {
     pub(crate) outputs: &'a mut StepOutput,
     /// There in a training step with manual optimization.
     pub(crate) manual: Option<&'a mut dyn ManualOptimization>,
-    /// There with `trainer.graph=modules`.
+    /// There with `trainer.graph=modules`, and with `trainer.compile` outside of training.
     pub(crate) graphs: Option<StepModuleGraphs<'a>>,
 }
 
@@ -86,7 +86,7 @@ impl StepContext<'_> {
     }
 
     /// Calls a module that lies within the user's own: with `trainer.graph=modules` by a graph, which is captured for each
-    /// kind of inputs, else as usual. For static parts of a step whose other parts cannot be captured.
+    /// kind of inputs, and so it is with `trainer.compile` outside of training, else as usual. For static parts of a step whose other parts cannot be captured.
     ///
     /// ```
     /// # use voltaic::module::StepContext;

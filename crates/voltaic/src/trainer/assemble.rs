@@ -80,6 +80,10 @@ pub(crate) fn resolve(config: &mut TrainerConfig, parts: &mut BuilderParts) -> R
         let what = "step, but the program gives a strategy of its own";
         problems.push(ConfigProblem::new("trainer.graph", what, "use graph=none, or leave the strategy out"));
     }
+    if let (Some(_), Some(backend)) = (&parts.strategy, config.compile) {
+        let what = format!("{backend}, but the program gives a strategy of its own");
+        problems.push(ConfigProblem::new("trainer.compile", what, "leave one of the two out"));
+    }
     if config.barebones && !parts.loggers.is_empty() {
         let what = "barebones=true switches logging off, but the builder was given a logger";
         problems.push(ConfigProblem::new("trainer.logger", what, "remove one of the two"));
@@ -242,7 +246,10 @@ fn build_loggers(
         min_epochs: plan.min_epochs,
         min_steps: plan.min_steps,
         log_every_n_steps: plan.log_every_n_steps,
-        graph: (plan.graph != GraphMode::Off).then(|| plan.graph.to_string()),
+        graph: match plan.compile {
+            Some(backend) => Some(format!("trainer.compile={backend}")),
+            None => (plan.graph != GraphMode::Off).then(|| format!("trainer.graph={}", plan.graph)),
+        },
         version,
         ..RunFacts::default()
     })

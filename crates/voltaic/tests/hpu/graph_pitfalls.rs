@@ -463,7 +463,7 @@ fn the_printed_block_trains_as_without_a_graph() {
 }
 
 /// What is logged on this thread while `f` runs.
-fn log_of(f: impl FnOnce()) -> String {
+pub(crate) fn log_of(f: impl FnOnce()) -> String {
     #[derive(Clone, Default)]
     struct Log(Arc<Mutex<Vec<u8>>>);
     impl std::io::Write for Log {

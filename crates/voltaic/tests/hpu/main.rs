@@ -7,6 +7,8 @@
 mod lightning_module;
 
 mod activations;
+mod compile;
+mod compile_random;
 mod device;
 mod device_stats;
 mod fuzz;

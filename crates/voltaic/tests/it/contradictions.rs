@@ -2,7 +2,8 @@
 
 use voltaic::Error;
 use voltaic::callback::{ModelSummary, ProgressBar};
-use voltaic::trainer::{GradientClipAlgorithm, Trainer, TrainerBuilder};
+use voltaic::graph::CompileBackend;
+use voltaic::trainer::{GradientClipAlgorithm, GraphMode, Trainer, TrainerBuilder};
 
 use crate::probe::{Probe, loaders, short_fit, silent, voltaic};
 
@@ -33,6 +34,47 @@ fn a_limit_of_gradients_that_clips_nothing_is_refused() {
         let error = refusal(build);
         assert!(error.starts_with(expected) && error.is_empty() == expected.is_empty(), "{error}");
     }
+}
+
+#[test]
+fn compile_is_refused_beside_what_it_cannot_be_combined_with() {
+    let cases: [(Build, &[&str]); 4] = [
+        (
+            |t| t.compile(CompileBackend::HpuBackend).graph(GraphMode::Step),
+            &["compile=hpu_backend", "graph=step"],
+        ),
+        (
+            |t| t.compile(CompileBackend::AotHpuTrainingBackend).graph(GraphMode::Modules),
+            &[
+                "compile=aot_hpu_training_backend",
+                "graph=modules",
+                "leave out trainer.compile or trainer.graph",
+            ],
+        ),
+        (|t| t.compile(CompileBackend::HpuBackend).strategy("ddp").devices(2), &["several ranks"]),
+        (|t| t.compile(CompileBackend::HpuBackend).detect_anomaly(true), &["detect_anomaly"]),
+    ];
+    for (build, expected) in cases {
+        let error = refusal(build);
+        assert!(error.starts_with("trainer.compile: compile="), "{error}");
+        expected.iter().for_each(|part| assert!(error.contains(part), "{part} is not in: {error}"));
+    }
+    // what is known when a fit begins
+    let mut trainer = silent().compile(CompileBackend::AotHpuInferenceBackend).build().unwrap();
+    let error = trainer.fit(&mut Probe::default(), &mut loaders()).unwrap_err().to_string();
+    assert!(error.contains("trainer.compile: aot_hpu_inference_backend in a fit"), "{error}");
+    trainer.validate(&mut Probe::default(), &mut loaders()).unwrap();
+}
+
+#[test]
+fn backends_of_compile_are_known_by_name() {
+    let (status, error) = short_fit(&["--trainer.compile=hpu_backnd"], &[]);
+    assert!(status == Some(2) && error.contains("did you mean `hpu_backend`"), "{status:?} {error}");
+    let (status, error) = short_fit(&["--trainer.compile=aot_hpu_training_backend"], &[]);
+    let warning = "*** Usage of deprecated backend! Please use hpu_backend. ***";
+    assert!(status == Some(0) && error.matches(warning).count() == 1, "{status:?} {error}");
+    let (status, error) = short_fit(&["--trainer.compile=hpu_backend"], &[]);
+    assert!(status == Some(0) && !error.contains("deprecated"), "{status:?} {error}");
 }
 
 #[test]

@@ -44,7 +44,7 @@ const NO_EFFECT: &str = "none on emulated HPUs";
 const HANDED_ON: &str = "none on emulated HPUs; handed to the plugin";
 
 #[rustfmt::skip]
-const FLAGS: [Flag; 32] = [
+const FLAGS: [Flag; 34] = [
     Flag { name: "VOLTAIC_HPU", kind: Kind::Word(&["auto", "gaudi", "emulator"]), default: "auto", effect: "what hpu means; auto: Gaudi cards if there are any, else emulated ones" },
     Flag { name: "VOLTAIC_HPU_GENERATION", kind: Kind::Word(&["gaudi", "gaudi2", "gaudi3"]), default: "gaudi2", effect: "generation of the emulated cards: their memory and dtypes" },
     Flag { name: "VOLTAIC_HPU_DEVICES", kind: Kind::Number(1, MAX_HPUS as u64), default: "8", effect: "number of emulated cards" },
@@ -76,6 +76,8 @@ const FLAGS: [Flag; 32] = [
     Flag { name: "PT_TE_FORCE_SR_BWD", kind: Kind::Switch, default: "with HYBRID", effect: "whether fp8 rounds gradients at random" },
     Flag { name: "QUANT_CONFIG", kind: Kind::Text, default: "by the plugin's quant", effect: "JSON file with the settings of fp8 inference, unless the plugin's quant is a file or a mapping" },
     Flag { name: DISABLE_TENSOR_CACHE, kind: Kind::Switch, default: "0", effect: "1: calls of a graph give tensors of their own" },
+    Flag { name: "PT_HPU_DISABLE_common_subexpressions", kind: Kind::Switch, default: "0", effect: "1: compile computes equal results each for itself" },
+    Flag { name: "PT_HPU_DISABLE_fuse_elementwise", kind: Kind::Switch, default: "0", effect: "1: compile runs operators element by element one after the other" },
     Flag { name: "GC_KERNEL_PATH", kind: Kind::Text, default: "searched for", effect: "libtpc_kernels.so; set before the plugin is loaded" },
 ];
 
@@ -223,6 +225,19 @@ impl RuntimeFlags {
         let of_env = |name: &str| env::var_os(name).map(|value| value.to_string_lossy().into_owned());
         let only = |name: &str| (name == DISABLE_TENSOR_CACHE).then(|| of_env(name)).flatten();
         Ok(Self::read(only)?.switch(DISABLE_TENSOR_CACHE))
+    }
+
+    /// Whether `PT_HPU_DISABLE_<pass>` of this process's environment leaves out a pass of compile.
+    pub(crate) fn disables(pass: &str) -> bool {
+        let name = format!("PT_HPU_DISABLE_{pass}");
+        debug_assert!(Self::known().contains(&&*name), "{name} is not in the table of flags");
+        let value = env::var(&name).ok();
+        value.is_some_and(|value| {
+            switch(value.trim()).unwrap_or_else(|| {
+                tracing::warn!("{name}=`{value}` is not {}; it is left out of account", Kind::Switch);
+                false
+            })
+        })
     }
 
     /// `NAME=value` of the flags that are set and do nothing on emulated HPUs. They compute at once, as with lazy mode 0.

@@ -10,6 +10,7 @@ use voltaic_sys as sys;
 use crate::error::TorchError;
 use crate::ffi::check::{check, pointers};
 use crate::ffi::tensor::rng::take;
+use crate::kernels::ChainStep;
 
 /// The operators that ran on a thread, below autograd, in order.
 #[derive(Debug)]
@@ -99,6 +100,9 @@ impl Recording {
         outputs: &[Tensor],
     ) -> Result<ReplayGraph, TorchError> {
         let (inputs, outputs) = (pointers(inputs), pointers(outputs));
+        let steps: Vec<Vec<sys::vt_chain_step>> = plan.chains.iter().map(PlannedChain::raw_steps).collect();
+        let chains: Vec<sys::vt_chain> =
+            plan.chains.iter().zip(&steps).map(|(chain, steps)| chain.raw(steps)).collect();
         let raw_plan = sys::vt_graph_plan {
             runs: plan.runs.as_ptr(),
             buffer_offsets: plan.buffer_offsets.as_ptr(),
@@ -110,6 +114,9 @@ impl Recording {
             num_inputs: inputs.len(),
             outputs: outputs.as_ptr(),
             num_outputs: outputs.len(),
+            merged: plan.merged.as_ptr(),
+            chains: chains.as_ptr(),
+            num_chains: chains.len(),
         };
         let mut raw = ptr::null_mut();
         // SAFETY: the plan's arrays, the inputs and the outputs are alive for the call; the lengths of the arrays are those
@@ -181,7 +188,7 @@ pub fn set_recording_scope(scope: &str) {
 }
 
 /// What of a recording is replayed, and where its memory lies.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct GraphPlan {
     /// Per node: 0 if it is left out.
     pub runs: Vec<u8>,
@@ -195,6 +202,56 @@ pub struct GraphPlan {
     pub arena_bytes: u64,
     /// Calls variants of operators that write to given tensors.
     pub uses_out_variants: bool,
+    /// Per buffer: the buffer whose memory it is, itself or an earlier one.
+    pub merged: Vec<u64>,
+    /// Operators that run as one, by node.
+    pub chains: Vec<PlannedChain>,
+}
+
+/// Operators element by element that run as one.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PlannedChain {
+    /// The node in whose place they run.
+    pub node: usize,
+    /// Numbers of each result.
+    pub len: i64,
+    /// The operators.
+    pub steps: Vec<ChainStep>,
+    /// Values that are read.
+    pub inputs: Vec<i64>,
+    /// How many numbers each of them has, which repeat.
+    pub periods: Vec<i64>,
+    /// Values that are written.
+    pub outputs: Vec<i64>,
+    /// What is written to each.
+    pub registers: Vec<i32>,
+}
+
+impl PlannedChain {
+    fn raw_steps(&self) -> Vec<sys::vt_chain_step> {
+        let raw = |step: &ChainStep| sys::vt_chain_step {
+            op: step.op as i32,
+            a: step.a as i32,
+            b: step.b as i32,
+            number: step.number,
+        };
+        self.steps.iter().map(raw).collect()
+    }
+
+    fn raw(&self, steps: &[sys::vt_chain_step]) -> sys::vt_chain {
+        sys::vt_chain {
+            node: self.node,
+            len: self.len,
+            steps: steps.as_ptr(),
+            num_steps: steps.len(),
+            inputs: self.inputs.as_ptr(),
+            periods: self.periods.as_ptr(),
+            num_inputs: self.inputs.len(),
+            outputs: self.outputs.as_ptr(),
+            registers: self.registers.as_ptr(),
+            num_outputs: self.outputs.len(),
+        }
+    }
 }
 
 impl GraphPlan {

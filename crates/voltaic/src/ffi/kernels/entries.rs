@@ -1,14 +1,15 @@
 //! What C++ calls: each function makes plain Rust of what it is passed, and calls a kernel.
 
 use std::ffi::c_void;
+use std::ptr;
 
 use voltaic_sys as sys;
 
 use super::guard::{guard, guard_chosen, guard_done, guard_some};
 use crate::kernels::{
-    self, Attention, BatchNorm, BatchNormGrads, BatchedProduct, Bf16, Convolution, ConvolutionKernel, Dtype,
-    FactorKernel, Floats, FloatsMut, HeadTensor, Mt19937, Part, ProductKernel, RowPairs, slice_mut_of,
-    slice_of,
+    self, Attention, BatchNorm, BatchNormGrads, BatchedProduct, Bf16, Chain, ChainInput, ChainOp,
+    ChainOutput, ChainStep, Convolution, ConvolutionKernel, Dtype, FactorKernel, Floats, FloatsMut,
+    HeadTensor, Mt19937, Part, ProductKernel, RowPairs, slice_mut_of, slice_of,
 };
 
 fn dtype_of(dtype: i32) -> Dtype {
@@ -81,6 +82,49 @@ unsafe fn multiply(call: *const sys::vt_product, dtype: Dtype) -> Option<Product
             adds: call.adds != 0,
         })
     }
+}
+
+// ---- chains of operators ----
+
+pub(super) extern "C" fn chain(call: *const sys::vt_chain_call) -> i32 {
+    // SAFETY: the shim passes tensors that live during the call and lie as `Chain::run` asks, which the pass that made the chain checks.
+    guard_done("chain", || unsafe { run_chain(&*call) })
+}
+
+/// # Safety
+/// The arrays must be there, and inputs and outputs as [`Chain::run`] asks.
+unsafe fn run_chain(call: &sys::vt_chain_call) {
+    // SAFETY: as this function asks.
+    let (given, reads, writes) = unsafe {
+        (
+            slice_of(call.steps, call.num_steps),
+            slice_of(call.inputs, call.num_inputs),
+            slice_of(call.outputs, call.num_outputs),
+        )
+    };
+    // arrays, so that a replay takes no memory
+    let mut steps = [ChainStep { op: ChainOp::Add, a: 0, b: 0, number: 0.0 }; Chain::REGISTERS];
+    let mut inputs = [ChainInput { data: ptr::null(), dtype: Dtype::Float32, period: 1 }; Chain::REGISTERS];
+    let output = ChainOutput { data: ptr::null_mut(), dtype: Dtype::Float32, register: 0 };
+    let mut outputs = [output; Chain::REGISTERS];
+    for (step, from) in steps[..given.len()].iter_mut().zip(given) {
+        let op = ChainOp::of_number(from.op).expect("the pass names operators by their numbers");
+        *step = ChainStep { op, a: from.a as usize, b: from.b as usize, number: from.number };
+    }
+    for (input, from) in inputs[..reads.len()].iter_mut().zip(reads) {
+        *input = ChainInput { data: from.data, dtype: dtype_of(from.dtype), period: from.period as usize };
+    }
+    for (output, from) in outputs[..writes.len()].iter_mut().zip(writes) {
+        *output = ChainOutput { data: from.data, dtype: dtype_of(from.dtype), register: from.from as usize };
+    }
+    let chain = Chain {
+        steps: &steps[..given.len()],
+        inputs: &inputs[..reads.len()],
+        outputs: &outputs[..writes.len()],
+        len: call.len as usize,
+    };
+    // SAFETY: as this function asks.
+    unsafe { chain.run() };
 }
 
 // ---- element by element; the shim passes dense tensors of `len` numbers that share no memory ----

@@ -33,6 +33,11 @@ static INSTALLED: AtomicBool = AtomicBool::new(false);
 
 /// Whether attention without mask and dropout is voltaic's.
 pub fn has_attention_kernel() -> bool {
+    has_kernels()
+}
+
+/// Whether voltaic's kernels are in use, among them the one that runs chains of operators.
+pub(crate) fn has_kernels() -> bool {
     INSTALLED.load(Ordering::Acquire)
 }
 
@@ -102,6 +107,7 @@ pub fn install_kernels() -> Result<bool> {
         batch_norm: serves(Operator::BatchNorm).then_some(entries::batch_norm as _),
         batch_norm_backward: serves(Operator::BatchNorm).then_some(entries::batch_norm_backward as _),
         update: serves(Operator::Update).then_some(updates::update as _),
+        chain: Some(entries::chain),
     };
     // SAFETY: the shim copies the table, whose functions keep what csrc/kernels/abi.h asks of them.
     check("install_kernels", unsafe { sys::vt_install_kernels(&table) })?;

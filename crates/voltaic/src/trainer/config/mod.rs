@@ -14,6 +14,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::accelerator::{AcceleratorConfig, Devices};
 use crate::callback::TimeSpan;
+use crate::graph::CompileBackend;
 use crate::logger::Loggers;
 use crate::profiler::ProfilerConfig;
 use crate::strategy::StrategyConfig;
@@ -86,6 +87,9 @@ pub struct TrainerConfig {
     /// `training_step` as one graph for each shape of batch, or `modules` for the modules that a step calls by `ctx.graphed`. What
     /// cannot be captured is reported, and runs as usual.
     pub graph: GraphMode,
+    /// Compile training steps, on cpu and emulated HPUs: `hpu_backend`, or its older names `aot_hpu_training_backend` and, without
+    /// grad, `aot_hpu_inference_backend`. Captured as with `graph`, then changed by passes. Not together with `graph`. Off unless set.
+    pub compile: Option<CompileBackend>,
     /// Modules whose activations are computed again in backward rather than kept, by type or fqn: `[Block]`, `[transformer.h.*]`. Their
     /// calls are checkpointed as by `checkpoint(&module, &x)`. With settings also: offloaded to the host, or kept within a budget.
     pub activation_checkpointing: Option<ActivationCheckpointing>,
@@ -175,6 +179,7 @@ impl Default for TrainerConfig {
             gradient_clip_val: None,
             gradient_clip_algorithm: None,
             graph: GraphMode::Off,
+            compile: None,
             activation_checkpointing: None,
             logger: None,
             callbacks: Vec::new(),

@@ -147,6 +147,10 @@ pub(crate) fn refuse_beside_manual(plan: &TrainPlan) -> Result<(), ConfigError> 
         let what = format!("{clip:?} with manual optimization");
         refuse("gradient_clip_val", what, "call clip_grad_norm between backward and step in training_step");
     }
+    if let Some(backend) = plan.compile {
+        let what = format!("{backend} with manual optimization, where training_step runs backward itself");
+        refuse("compile", what, "leave trainer.compile out, and compile modules (voltaic::compile)");
+    }
     if plan.graph == GraphMode::Step {
         let what = "step with manual optimization, where training_step runs backward and optimizers itself";
         let remedy = "set trainer.graph=modules or off, or capture parts of the step by hand (HpuGraph)";

@@ -67,6 +67,7 @@ pub(crate) fn resolve(
         problems.count("num_sanity_val_steps", config.num_sanity_val_steps.unwrap_or(2));
     let name = accelerator.map_or("cpu", |accelerator| accelerator.name());
     check_graph(config, name, &ranks, &mut problems);
+    check_compile(config, name, &ranks, &mut problems);
     let PrecisionPlan { precision, fp8, op_lists, lists_are_default, logs_casts } =
         resolve_precision(config, accelerator.ok(), &ranks.strategy, &mut problems);
     let mut plan = TrainPlan {
@@ -107,6 +108,7 @@ pub(crate) fn resolve(
         clip,
         reload_dataloaders_every_n_epochs: config.reload_dataloaders_every_n_epochs,
         graph: config.graph,
+        compile: config.compile,
         activations: resolve_activations(config, &mut problems),
         checkpoints: CheckpointSettings::default(),
         fast_dev_run: false,
@@ -199,6 +201,32 @@ fn check_graph(config: &TrainerConfig, accelerator: &str, ranks: &RankPlan, prob
         let what =
             format!("graph={} with several ranks: a replay would not average their gradients", config.graph);
         problems.add("graph", what, "set trainer.graph=modules or off, or train on one device");
+    }
+}
+
+/// What compiled steps cannot be combined with.
+fn check_compile(config: &TrainerConfig, accelerator: &str, ranks: &RankPlan, problems: &mut Problems) {
+    let Some(backend) = config.compile else { return };
+    if config.graph != GraphMode::Off {
+        let what = format!(
+            "compile={backend} with graph={}: HPU graphs with torch.compile are not supported",
+            config.graph
+        );
+        problems.add("compile", what, "leave out trainer.compile or trainer.graph");
+    }
+    if accelerator == "cuda" {
+        let what = format!("compile={backend} on cuda: operators are recorded on cpu and emulated HPUs only");
+        problems.add("compile", what, "leave trainer.compile out, or set accelerator=cpu");
+    }
+    if config.detect_anomaly {
+        let what = format!("compile={backend} with detect_anomaly: a compiled step runs no checks");
+        problems.add("compile", what, "leave trainer.compile out, or set trainer.detect_anomaly=false");
+    }
+    if ranks.strategy.is_distributed() {
+        let what = format!(
+            "compile={backend} with several ranks: a compiled step would not average their gradients"
+        );
+        problems.add("compile", what, "leave trainer.compile out, or train on one device");
     }
 }
 

@@ -1,4 +1,4 @@
-//! `trainer.graph=step`: forward and backward of a training step as one graph, and its update as another, both captured by themselves.
+//! `trainer.graph=step` and `trainer.compile`: forward and backward of a training step as one graph, and its update as another, both captured by themselves.
 //!
 //! The first steps run as usual. Then each kind of batch (shapes and dtypes) is captured twice, which costs two eager
 //! steps; if both captures are the same graph, it takes the place of the code from then on. What is not the same, or
@@ -27,8 +27,6 @@ const INPUT: &str = "input";
 const GRADIENT: &str = "gradient of";
 /// Steps that run as usual before the first capture: kernels choose their algorithms meanwhile.
 const WARM_UP_STEPS: u64 = 3;
-/// Sorts of batches that get a graph; others run as usual.
-const MAX_GRAPHS: usize = 10;
 
 /// A step that ran while it was captured.
 struct Captured {
@@ -114,7 +112,7 @@ impl<M: LightningModule> Session<'_, M> {
             known.loss_scale == signature.loss_scale && known.conditions == signature.conditions
         };
         graphs.entries.retain(|(known, _)| holds(known));
-        if graphs.entries.len() < MAX_GRAPHS {
+        if graphs.entries.len() < graphs.max {
             return true;
         }
         let is_stale = |known: &Signature| {
@@ -133,8 +131,9 @@ impl<M: LightningModule> Session<'_, M> {
         }
         if !std::mem::replace(&mut graphs.is_full, true) {
             tracing::warn!(
-                "trainer.graph={}: batches of more than {MAX_GRAPHS} shapes; those of {:?} and later ones run without a graph; pad batches to few shapes",
-                graphs.mode,
+                "{}: batches of more than {} shapes; those of {:?} and later ones run without a graph; pad batches to few shapes",
+                graphs.key(),
+                graphs.max,
                 signature.inputs.iter().map(|input| &input.size).collect::<Vec<_>>()
             );
         }
@@ -287,7 +286,7 @@ impl<M: LightningModule> Session<'_, M> {
             grads.fill_with_all_grads(params)?;
         }
         let adds = graphs.iter().any(|graph| graph.uses_named(GRADIENT));
-        let graph = step.compile(graphs, &inputs)?;
+        let graph = step.compile(graphs, &inputs, self.graphs.passes)?;
         for stats in graph.plan_stats() {
             tracing::info!(
                 "captured training_step for {:?}: {} operators, {} replayed in {} KiB",
@@ -384,7 +383,7 @@ impl<M: LightningModule> Session<'_, M> {
         facts: BatchFacts,
         update: impl FnOnce(&mut Self) -> Result<()>,
     ) -> Result<()> {
-        let names = self.tensor_names(&[]);
+        let (names, passes) = (self.tensor_names(&[]), self.graphs.passes);
         let capture = graph::Capture::begin()?;
         self.run.log.metrics.begin_capture();
         let updated = update(self);
@@ -402,7 +401,7 @@ impl<M: LightningModule> Session<'_, M> {
             let graphs = captured.read(&names)?;
             let Some(before) = before else { return Ok(Update::Seen(prepared, captured.into_seen(graphs))) };
             before.check_same(&graphs)?;
-            let graph = captured.compile(graphs, &[])?;
+            let graph = captured.compile(graphs, &[], passes)?;
             for stats in graph.plan_stats() {
                 let (all, replayed) = (stats.num_nodes, stats.num_calls);
                 tracing::info!(
@@ -424,7 +423,7 @@ impl<M: LightningModule> Session<'_, M> {
     }
 
     fn refuse_update(&mut self, why: &str) {
-        tracing::warn!("trainer.graph=step: clipping and the optimizer step run as usual: {why}");
+        tracing::warn!("{}: clipping and the optimizer step run as usual: {why}", self.graphs.key());
         self.graphs.report.update_refusal = Some(why.to_owned());
     }
 }

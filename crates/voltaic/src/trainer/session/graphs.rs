@@ -3,7 +3,10 @@
 use tch::Tensor;
 
 use crate::ffi::TensorList;
-use crate::graph::{CompiledGraph, Conditions, FirstCapture, InputSignature, ModuleGraphs};
+use crate::graph::{
+    CompileBackend, CompiledGraph, Conditions, FirstCapture, InputSignature, ModuleGraphs, Passes,
+    RECOMPILE_LIMIT,
+};
 use crate::module::{Logged, NamedTensors};
 use crate::nn::{ModeNumbers, ModuleKind};
 use crate::trainer::config::graph::{GraphMode, GraphReport};
@@ -55,9 +58,17 @@ pub(crate) struct Ready {
     pub update: Update,
 }
 
+/// Kinds of batches that get a graph, unless they are compiled.
+const MAX_GRAPHS: usize = 10;
+
 /// The graphs of one fit.
 pub(crate) struct StepGraphs {
-    pub mode: GraphMode,
+    mode: GraphMode,
+    compile: Option<CompileBackend>,
+    /// Over the graphs that are captured.
+    pub passes: Passes,
+    /// Kinds of batches that get a graph; others run as usual.
+    pub max: usize,
     pub params: Option<TensorList>,
     pub entries: Vec<(Signature, GraphState)>,
     pub modes: ModeNumbers,
@@ -70,15 +81,18 @@ pub(crate) struct StepGraphs {
     pub replayed: Option<usize>,
     /// Updates that were not what was captured before.
     pub changed_updates: u64,
-    /// There with `modules`.
+    /// There with `modules`, and with compile for evaluation.
     pub modules: Option<ModuleGraphs>,
     pub report: GraphReport,
 }
 
 impl StepGraphs {
-    pub(crate) fn new(mode: GraphMode) -> Self {
+    pub(crate) fn new(mode: GraphMode, compile: Option<CompileBackend>) -> Self {
         Self {
             mode,
+            compile,
+            passes: Passes::of(compile),
+            max: if compile.is_some() { RECOMPILE_LIMIT } else { MAX_GRAPHS },
             params: None,
             entries: Vec::new(),
             modes: ModeNumbers::default(),
@@ -87,14 +101,31 @@ impl StepGraphs {
             called_hooks: false,
             replayed: None,
             changed_updates: 0,
-            modules: (mode == GraphMode::Modules).then(ModuleGraphs::default),
+            modules: match compile {
+                Some(backend) => Some(ModuleGraphs::compiled(backend)),
+                None => (mode == GraphMode::Modules).then(ModuleGraphs::default),
+            },
             report: GraphReport::default(),
         }
     }
 
     /// Whether steps may be captured or replayed.
     pub(crate) fn are_on(&self) -> bool {
-        self.mode == GraphMode::Step && self.report.refusal.is_none()
+        (self.mode == GraphMode::Step || self.compile.is_some()) && self.report.refusal.is_none()
+    }
+
+    /// The modules that a step calls by `ctx.graphed`, if they have graphs of their own: not in a training step that is compiled as a
+    /// whole.
+    pub(crate) fn take_modules(&mut self, is_training: bool) -> Option<ModuleGraphs> {
+        if is_training && self.compile.is_some() { None } else { self.modules.take() }
+    }
+
+    /// The key of the configuration that asks for graphs, for messages.
+    pub(crate) fn key(&self) -> String {
+        match self.compile {
+            Some(backend) => format!("trainer.compile={backend}"),
+            None => format!("trainer.graph={}", self.mode),
+        }
     }
 
     /// What was done so far.
@@ -106,6 +137,7 @@ impl StepGraphs {
     /// After an epoch, or the part of one: says once if no step has called what it could capture.
     pub(crate) fn warn_if_unused(&mut self) {
         if !std::mem::replace(&mut self.is_use_checked, true)
+            && self.compile.is_none()
             && self.modules.as_ref().is_some_and(ModuleGraphs::is_empty)
         {
             tracing::warn!(
@@ -129,7 +161,7 @@ impl StepGraphs {
 
     /// Ends the use of graphs in this fit.
     pub(crate) fn refuse(&mut self, why: &str) {
-        tracing::warn!("trainer.graph={}: {why}; the run continues without graphs", self.mode);
+        tracing::warn!("{}: {why}; the run continues without graphs", self.key());
         self.report.refusal = Some(why.to_owned());
         self.entries.clear();
     }

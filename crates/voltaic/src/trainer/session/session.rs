@@ -130,7 +130,7 @@ impl<'a, M: LightningModule> Session<'a, M> {
             is_ending_epoch: false,
             snapshot: None,
             undo: None,
-            graphs: StepGraphs::new(plan.graph),
+            graphs: StepGraphs::new(plan.graph, plan.compile),
             outputs: StepOutput::default(),
         }
     }

@@ -72,7 +72,7 @@ impl<M: LightningModule> Session<'_, M> {
         if is_manual {
             self.prepare_replays()?;
         }
-        let mut graphs = self.graphs.modules.take();
+        let mut graphs = self.graphs.take_modules(is_training);
         let hooks = self.run.facts.module_hooks.clone();
         let mut outputs = StepOutput::default();
         let (ctx, mut in_step) = self.lend_in_step(&facts);
@@ -101,7 +101,9 @@ impl<M: LightningModule> Session<'_, M> {
             graph::forbid_replayed_steps(None);
             self.run.engine.adapt_loss_scale(&mut self.training.optimizers)?; // after the steps of all optimizers, whose losses had the same scale
         }
-        self.graphs.modules = graphs;
+        if graphs.is_some() {
+            self.graphs.modules = graphs;
+        }
         let output = output?;
         if is_manual && output.is_ok() {
             self.check_made_in_captures()?;

@@ -1,0 +1,68 @@
+//! Passes over a recording before it is planned: each in a file, with a check of the program after each (`verify`).
+//!
+//! | pass | switch that leaves it out |
+//! |---|---|
+//! | `dead_code` | none: graphs that are not compiled have it, too |
+//! | `common_subexpressions` | `PT_HPU_DISABLE_common_subexpressions=1` |
+//! | `fuse_elementwise` | `PT_HPU_DISABLE_fuse_elementwise=1` |
+
+mod common_subexpressions;
+mod dead_code;
+mod elementwise;
+mod fuse_elementwise;
+mod program;
+mod verify;
+
+use super::backend::CompileBackend;
+use super::ir::Graph;
+use crate::accelerator::RuntimeFlags;
+use crate::ffi;
+
+pub(super) use program::Program;
+
+/// Which passes run.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Passes {
+    common_subexpressions: bool,
+    fuse_elementwise: bool,
+}
+
+impl Passes {
+    /// Those of a graph that is replayed as it was recorded.
+    pub(crate) const NONE: Self = Self { common_subexpressions: false, fuse_elementwise: false };
+
+    /// Those of a backend, without those that the environment leaves out.
+    pub(crate) fn of(backend: Option<CompileBackend>) -> Self {
+        if backend.is_none() {
+            return Self::NONE;
+        }
+        Self {
+            common_subexpressions: !RuntimeFlags::disables("common_subexpressions"),
+            // chains are run by a kernel of voltaic's
+            fuse_elementwise: ffi::has_kernels() && !RuntimeFlags::disables("fuse_elementwise"),
+        }
+    }
+}
+
+/// Name of a pass, whether it is on, and what it does.
+type Pass = (&'static str, bool, fn(&mut Program));
+
+/// Runs the passes over a recording.
+pub(super) fn run(graph: &Graph, passes: Passes) -> Program {
+    let mut program = Program::of(graph.clone());
+    dead_code::run(&mut program);
+    let later: [Pass; 2] = [
+        ("common_subexpressions", passes.common_subexpressions, common_subexpressions::run),
+        ("fuse_elementwise", passes.fuse_elementwise, fuse_elementwise::run),
+    ];
+    for (name, _, pass) in later.into_iter().filter(|(_, is_on, _)| *is_on) {
+        let before = program.clone();
+        pass(&mut program);
+        if let Err(problem) = verify::check(&program, &before) {
+            debug_assert!(false, "{name}: {problem}");
+            tracing::error!("compile: the pass {name} is left out, since its result is wrong: {problem}");
+            program = before;
+        }
+    }
+    program
+}

@@ -1,0 +1,47 @@
+//! A recording on its way through the passes.
+
+use std::collections::BTreeSet;
+
+use crate::ffi::PlannedChain;
+use crate::graph::ir::{Graph, Operand};
+
+/// What of a recording is run, and how.
+#[derive(Debug, Clone)]
+pub(in crate::graph) struct Program {
+    /// The recording. What a chain reads and writes are the operands of its last node; merged buffers are one.
+    pub(in crate::graph) graph: Graph,
+    /// Per node.
+    pub(in crate::graph) runs: Vec<bool>,
+    /// Per buffer: the buffer whose memory it is, itself or an earlier one.
+    pub(in crate::graph) merged: Vec<usize>,
+    /// By their last node.
+    pub(in crate::graph) chains: Vec<Chain>,
+}
+
+/// Operators element by element that run as one.
+#[derive(Debug, Clone)]
+pub(in crate::graph) struct Chain {
+    /// Their nodes; they run in the place of the last.
+    pub(in crate::graph) members: Vec<usize>,
+    pub(in crate::graph) planned: PlannedChain,
+}
+
+impl Program {
+    pub(super) fn of(graph: Graph) -> Self {
+        let merged = (0..graph.buffers.len()).collect();
+        Self { runs: vec![true; graph.nodes.len()], merged, graph, chains: Vec::new() }
+    }
+
+    /// The buffers that a node reads, and those that it writes.
+    pub(super) fn accesses(&self, index: usize) -> (BTreeSet<usize>, BTreeSet<usize>) {
+        let node = &self.graph.nodes[index];
+        let buffer = |value: usize| self.graph.values[value].buffer;
+        let reads: BTreeSet<usize> = node.arguments.iter().flat_map(Operand::values).map(buffer).collect();
+        let results = node.results.iter().flat_map(Operand::values);
+        let mut writes: BTreeSet<usize> = results.chain(node.written()).map(buffer).collect();
+        if node.has_hidden_effect() {
+            writes.extend(&reads);
+        }
+        (reads, writes)
+    }
+}

@@ -1,0 +1,89 @@
+//! What holds of a program after each pass: nothing is read before it is there, and all that is seen outside happens.
+
+use std::collections::BTreeSet;
+
+use super::program::Program;
+
+/// Checks a program against the one before the pass; what is wrong is the error.
+pub(super) fn check(program: &Program, before: &Program) -> Result<(), String> {
+    reads_follow_writes(program)?;
+    merged_buffers_are_alike(program)?;
+    let (now, then) = (effects(program), effects(before));
+    match then.difference(&now).next() {
+        Some((node, buffer)) => Err(format!("node {node} no longer writes buffer {buffer}")),
+        None => chains_are_whole(program),
+    }
+}
+
+/// Each buffer that a node reads was there, or was made before.
+fn reads_follow_writes(program: &Program) -> Result<(), String> {
+    let graph = &program.graph;
+    let was_there = |buffer: usize| graph.buffers[buffer].made_by().is_none();
+    let mut is_there: Vec<bool> = (0..graph.buffers.len()).map(was_there).collect();
+    for (index, node) in graph.nodes.iter().enumerate() {
+        let (reads, writes) = program.accesses(index);
+        if !program.runs[index] {
+            // memory without numbers in it
+            if node.makes_empty_tensor() {
+                writes.into_iter().for_each(|buffer| is_there[buffer] = true);
+            }
+            continue;
+        }
+        if let Some(buffer) = reads.iter().find(|buffer| !is_there[**buffer]) {
+            return Err(format!("node {index} ({}) reads buffer {buffer} before it is made", node.op));
+        }
+        writes.into_iter().for_each(|buffer| is_there[buffer] = true);
+    }
+    Ok(())
+}
+
+/// A merged buffer is as large as the earlier one that it is, which is no other's, and nobody outside has either.
+fn merged_buffers_are_alike(program: &Program) -> Result<(), String> {
+    let merged = program.merged.iter().enumerate().filter(|(buffer, of)| buffer != *of);
+    for (buffer, &of) in merged {
+        let (own, other) = (&program.graph.buffers[buffer], &program.graph.buffers[of]);
+        let is_right = of < buffer
+            && program.merged[of] == of
+            && own.bytes == other.bytes
+            && own.is_on_cpu == other.is_on_cpu
+            && !own.is_kept
+            && !other.is_kept;
+        if !is_right || program.graph.values.iter().any(|value| value.buffer == buffer) {
+            return Err(format!("buffer {buffer} cannot be buffer {of}"));
+        }
+    }
+    Ok(())
+}
+
+/// What is seen outside: the nodes that write memory which is there before or after, or have effects without results. The members of a
+/// chain write what the chain does.
+fn effects(program: &Program) -> BTreeSet<(usize, usize)> {
+    let graph = &program.graph;
+    let mut effects = BTreeSet::new();
+    for (index, node) in graph.nodes.iter().enumerate().filter(|(index, _)| program.runs[*index]) {
+        let chain = program.chains.iter().find(|chain| chain.planned.node == index);
+        let members = chain.map_or(&[][..], |chain| &chain.members);
+        for buffer in program.accesses(index).1 {
+            if graph.buffers[buffer].is_kept || graph.buffers[buffer].made_by().is_none() {
+                effects.extend(members.iter().chain([&index]).map(|node| (*node, buffer)));
+            }
+        }
+        if node.has_hidden_effect() {
+            effects.insert((index, usize::MAX));
+        }
+    }
+    effects
+}
+
+/// No operator is in two chains, and none of a chain but the last runs by itself.
+fn chains_are_whole(program: &Program) -> Result<(), String> {
+    let mut members = BTreeSet::new();
+    for chain in &program.chains {
+        for &member in &chain.members {
+            if !members.insert(member) || program.runs[member] != (member == chain.planned.node) {
+                return Err(format!("node {member} runs twice"));
+            }
+        }
+    }
+    Ok(())
+}

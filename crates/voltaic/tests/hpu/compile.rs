@@ -1,0 +1,303 @@
+//! Compiled modules and training steps: what the code computes, with fewer passes over memory.
+
+use tch::{Kind, Tensor};
+use voltaic::data::{DataLoader, Loaders, TensorDataset};
+use voltaic::graph::{Compiler, HpuGraph, PlanStats};
+use voltaic::models::{Gpt, GptConfig};
+use voltaic::module::LightningModule;
+use voltaic::nn::{Callable, Forward, Linear, ModuleExt};
+use voltaic::trainer::{GraphReport, Trainer, TrainerBuilder, seed_everything};
+use voltaic::{Module, ffi};
+
+use crate::graph_pitfalls::log_of;
+use crate::process::{own_process, plays, text_of};
+use crate::support::{CPU, HPU, start};
+
+/// What is compiled.
+type Function = fn(&Tensor) -> Tensor;
+
+/// A function of a tensor as a module.
+#[derive(Module)]
+struct Code {
+    #[module(skip)]
+    code: Function,
+}
+
+impl Forward for Code {
+    fn forward(&self, x: &Tensor) -> anyhow::Result<Tensor> {
+        Ok((self.code)(x))
+    }
+}
+
+/// The largest difference, as a part of the largest number.
+pub(crate) fn distance(own: &Tensor, expected: &Tensor) -> f64 {
+    let wide = |tensor: &Tensor| tensor.detach().to_device(CPU).to_kind(Kind::Double);
+    let (own, expected) = (wide(own), wide(expected));
+    assert_eq!(own.size(), expected.size());
+    let largest = |tensor: &Tensor| tensor.abs().max().double_value(&[]);
+    largest(&(own - &expected)) / largest(&expected).max(1e-30)
+}
+
+/// What each number of a result counts in a loss.
+pub(crate) fn factors(y: &Tensor) -> Tensor {
+    let numbers = Tensor::arange(y.numel() as i64, (Kind::Float, CPU)).sin().to_kind(y.kind());
+    numbers.to_device(y.device()).view_as(y)
+}
+
+/// Calls `code` compiled and not, on inputs of `size`, with gradients; gives the plan of both passes.
+fn check(what: &str, code: Function, size: &[i64], kind: Kind, tolerance: f64) -> Vec<PlanStats> {
+    let mut plans = Vec::new();
+    for device in [CPU, HPU] {
+        let net = Compiler::new("hpu_backend").unwrap().wrap(Code { code });
+        for step in 0..4 {
+            let input = || {
+                ffi::manual_seed(step).unwrap();
+                Tensor::randn(size, (Kind::Float, CPU))
+                    .to_device(device)
+                    .to_kind(kind)
+                    .set_requires_grad(true)
+            };
+            let run = |call: &dyn Fn(&Tensor) -> Tensor| {
+                let x = input();
+                ffi::manual_seed(step + 50).unwrap();
+                let y = call(&x);
+                (&y * factors(&y)).sum(Kind::Float).backward();
+                (y.detach(), x.grad())
+            };
+            let (own, expected) = (run(&|x| net.forward(x).unwrap()), run(&code));
+            assert_eq!(own.0.kind(), expected.0.kind(), "{what}");
+            let distances = [distance(&own.0, &expected.0), distance(&own.1, &expected.1)];
+            assert!(distances.iter().all(|d| *d <= tolerance), "{what} on {device:?}: {distances:?}");
+        }
+        assert_eq!((net.stats().hits, net.refusal()), (2, None), "{what}");
+        plans = net.plan_stats();
+    }
+    plans
+}
+
+fn two_kinds(what: &str, code: Function, size: &[i64]) -> Vec<PlanStats> {
+    check(what, code, size, Kind::BFloat16, 8e-2);
+    check(what, code, size, Kind::Float, 1e-6)
+}
+
+#[test]
+fn chains_of_operators_run_as_one() {
+    let _rng = start();
+    let gelu = |x: &Tensor| (x * 0.5 + 1.0).gelu("tanh") * x.tanh() - x;
+    for (what, code, forward) in [
+        ("arithmetic", (|x| (x * 3.0 + x) / 2.0 - x) as Function, 1),
+        ("activations", gelu, 1),
+        ("gelu and sigmoid", |x| x.gelu("none").sigmoid().relu() * 2.0, 1),
+        ("casts", |x| (x.to_kind(Kind::BFloat16) * 2.0).to_kind(Kind::Float) + x, 1),
+        ("a mean", |x| (x * 2.0 - x) / (x.abs().mean(x.kind()) + 1.0), 3),
+        ("a view within", |x| (x * 2.0).view([-1]).tanh().view_as(x) + x, 1),
+        ("a row", |x| (x + x.narrow(0, 0, 1).contiguous()) * x.narrow(0, 1, 1).contiguous() * 2.0, 3),
+    ] {
+        for size in [[3, 5], [70, 1000]] {
+            let plans = two_kinds(what, code, &size);
+            assert!(plans[0].num_fused >= 2, "{what}: {plans:?}");
+            assert!(plans[0].num_calls <= forward + usize::from(what == "a mean"), "{what}: {plans:?}");
+        }
+    }
+}
+
+#[test]
+fn dropout_masks_are_those_of_the_code() {
+    let _rng = start();
+    let plans = two_kinds("dropout", |x| x.gelu("none").dropout(0.3, true) * 2.0 + x, &[40, 50]);
+    assert!(plans.iter().all(|plan| plan.num_fused >= 2), "{plans:?}");
+}
+
+#[test]
+fn writes_and_views_keep_their_order() {
+    let _rng = start();
+    let cases: [(&str, Function); 8] = [
+        ("a write before the last read", |x| {
+            let mut y = x * 2.0;
+            let first = &y + 1.0;
+            _ = y.g_mul_(&x.detach().sigmoid());
+            &first * 3.0 + y
+        }),
+        ("a write to a part", |x| {
+            let y = x.detach() * 2.0;
+            let z = &y * 3.0;
+            _ = y.narrow(1, 1, 2).g_add_scalar_(5.0);
+            (&y + z) * x
+        }),
+        ("a write to what is transposed", |x| {
+            let y = x.detach() + 2.0;
+            let z = &y * 2.0;
+            _ = y.transpose(0, 1).g_mul_(&x.detach().transpose(0, 1));
+            z * &y + x
+        }),
+        ("a write to itself, shifted", |x| {
+            let y = x.detach() * 1.5;
+            let other = y.narrow(0, 1, 2) * 2.0;
+            _ = y.narrow(0, 0, 2).g_add_(&other);
+            x * &y + &y
+        }),
+        ("a part of a chain is read by a sum", |x| {
+            let y = x * 2.0;
+            let total = y.sum(x.kind());
+            (&y + 1.0) * total
+        }),
+        ("strides", |x| {
+            let y = (x * 2.0).transpose(0, 1);
+            (&y + 1.0) * y.tanh()
+        }),
+        ("a column that repeats", |x| (x * 2.0) * x.narrow(1, 0, 1) + x),
+        ("the input is written", |x| {
+            let mut copy = x.detach();
+            _ = copy.g_add_scalar_(1.0);
+            (&copy * 2.0 + x) * 0.5
+        }),
+    ];
+    for (what, code) in cases {
+        two_kinds(what, code, &[4, 4]);
+    }
+}
+
+#[test]
+fn equal_results_are_computed_once_unless_something_changes_in_between() {
+    let _rng = start();
+    // what follows reads both before the second one is no longer needed
+    let twice: Function = |x| {
+        let y = x.detach();
+        let first = y.erf();
+        let second = y.erf();
+        first.softmax(-1, x.kind()) * second.softmax(0, x.kind()) + first.exp() + x
+    };
+    let plans = check("twice", twice, &[6, 7], Kind::Float, 1e-6);
+    assert_eq!(plans[0].num_merged, 1, "{plans:?}");
+    let changed: Function = |x| {
+        let y = x.detach() * 2.0;
+        let first = y.erf();
+        _ = y.narrow(0, 0, 1).g_add_scalar_(1.0);
+        let second = y.erf();
+        first.softmax(-1, x.kind()) * second.softmax(0, x.kind()) + first.exp() + x
+    };
+    let written: Function = |x| {
+        let first = x.detach().erf();
+        let mut second = x.detach().erf();
+        _ = second.g_mul_scalar_(2.0);
+        first.softmax(-1, x.kind()) * second.softmax(0, x.kind()) + first.exp() + x
+    };
+    let random: Function = |x| {
+        let noise = || x.detach().rand_like().erf();
+        noise().softmax(-1, x.kind()) * noise().softmax(0, x.kind()) + x
+    };
+    for (what, code) in [("changed", changed), ("written", written), ("random", random)] {
+        let plans = check(what, code, &[6, 7], Kind::Float, 1e-6);
+        assert_eq!(plans[0].num_merged, 0, "{what}: {plans:?}");
+    }
+}
+
+#[test]
+fn passes_can_be_left_out() {
+    let _rng = start();
+    let chain: Function = |x| (x * 3.0 + x) / 2.0 - x;
+    if plays("without") {
+        let plans = check("without", chain, &[3, 5], Kind::Float, 0.0);
+        assert_eq!((plans[0].num_fused, plans[0].num_calls), (0, 4), "{plans:?}");
+        return;
+    }
+    text_of(&own_process("without").env("PT_HPU_DISABLE_fuse_elementwise", "1").output().unwrap());
+    let plans = check("with", chain, &[3, 5], Kind::Float, 1e-6);
+    assert_eq!((plans[0].num_fused, plans[0].num_calls), (4, 1), "{plans:?}");
+    // graphs by hand replay what was recorded
+    let (graph, x) = (HpuGraph::new(), Tensor::ones([3, 5], (Kind::Float, CPU)));
+    drop(graph.capture(|| Ok(chain(&x))).unwrap());
+    assert_eq!(graph.stats().next().unwrap().num_fused, 0);
+}
+
+#[test]
+fn backends_have_their_names_and_the_one_for_inference_no_gradients() {
+    let _rng = start();
+    let message = Compiler::new("hpu_backnd").unwrap_err().to_string();
+    assert_eq!(message, "compile: there is no backend `hpu_backnd`; did you mean hpu_backend");
+    let message = Compiler::new("inductor").unwrap_err().to_string();
+    assert!(message.contains("aot_hpu_training_backend, aot_hpu_inference_backend"), "{message}");
+    let net = Linear::new(4, 2).unwrap();
+    let x = Tensor::ones([3, 4], (Kind::Float, CPU));
+    let compiled = voltaic::compile(&net, "aot_hpu_inference_backend").unwrap();
+    let message = net.call(&x).unwrap_err().to_string();
+    assert!(message.contains("Linear is called with grad, and aot_hpu_inference_backend"), "{message}");
+    let expected = x.linear(net.weight.leaf(), net.bias.as_ref().map(|bias| bias.leaf()));
+    tch::no_grad(|| {
+        for _ in 0..3 {
+            assert_eq!(net.call(&x).unwrap(), expected);
+        }
+    });
+    assert_eq!(compiled.stats().hits, 1);
+}
+
+#[test]
+fn shapes_beyond_the_limit_run_as_usual_and_that_is_said_once() {
+    let _rng = start();
+    let net = Linear::new(4, 2).unwrap();
+    let compiled = voltaic::compile(&net, "hpu_backend").unwrap();
+    let log = log_of(|| {
+        for batch in (1..=10).cycle().take(40) {
+            net.call(&Tensor::ones([batch, 4], (Kind::Float, CPU))).unwrap().sum(Kind::Float).backward();
+        }
+    });
+    let stats = compiled.stats();
+    assert_eq!((stats.num_graphs, stats.misses, stats.hits, stats.uncached), (8, 8, 16, 8), "{stats}");
+    assert_eq!(log.matches("Linear was compiled for 8 kinds of calls").count(), 1, "{log}");
+}
+
+/// The losses of a fit, the weights after it, and what graphs did.
+fn fit<M: LightningModule<Batch = (Tensor, Tensor)>>(
+    make: fn() -> M,
+    data: &(Tensor, Tensor),
+    configure: &dyn Fn(TrainerBuilder) -> TrainerBuilder,
+) -> (Vec<(String, Tensor)>, GraphReport) {
+    let root = tempfile::tempdir().unwrap();
+    ffi::manual_seed(11).unwrap();
+    let mut net = make();
+    seed_everything(3).unwrap();
+    let dataset = TensorDataset::new((data.0.shallow_clone(), data.1.shallow_clone())).unwrap();
+    let loader = DataLoader::new(dataset).batch_size(4).build().unwrap();
+    let builder = Trainer::builder()
+        .devices(1)
+        .default_root_dir(root.path())
+        .enable_progress_bar(false)
+        .enable_model_summary(false)
+        .enable_checkpointing(false)
+        .max_epochs(1);
+    let mut trainer = configure(builder).build().unwrap();
+    trainer.fit(&mut net, &mut Loaders::new().train(loader)).unwrap();
+    (net.state_dict(), trainer.graph_report().clone())
+}
+
+#[test]
+fn a_compiled_run_trains_to_the_weights_of_one_without() {
+    let _rng = start();
+    let gpt = || {
+        let config =
+            GptConfig { vocab_size: 65, block_size: 16, n_layer: 2, dropout: 0.1, ..GptConfig::tiny() };
+        Gpt::new(config).unwrap()
+    };
+    let tokens = || Tensor::randint(65, [40, 16], (Kind::Int64, CPU));
+    let data = (tokens(), tokens());
+    for accelerator in ["cpu", "hpu"] {
+        for (precision, tolerance) in [("32-true", 1e-4), ("bf16-mixed", 3e-2)] {
+            let with = |compiles: bool| {
+                fit(gpt, &data, &|builder| {
+                    let builder = builder.accelerator(accelerator).precision(precision);
+                    match compiles {
+                        true => builder.compile(voltaic::graph::CompileBackend::HpuBackend),
+                        false => builder,
+                    }
+                })
+            };
+            let ((eager, _), (compiled, report)) = (with(false), with(true));
+            assert_eq!((report.refusal, report.update_refusal), (None, None));
+            assert_eq!((report.replayed_steps, report.replayed_updates), (5, 3), "{accelerator} {precision}");
+            for ((name, own), (_, expected)) in compiled.iter().zip(&eager) {
+                let distance = distance(own, expected);
+                assert!(distance <= tolerance, "{accelerator} {precision}: {name} is off by {distance}");
+            }
+        }
+    }
+}

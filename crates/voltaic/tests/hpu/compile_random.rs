@@ -1,0 +1,230 @@
+//! Random programs with views, writes in place, casts and strides, compiled, forward and backward, beside a run in float64: compiled is as
+//! near to it as the code is.
+//!
+//! `VOLTAIC_FUZZ=7` runs the program of a seed, `VOLTAIC_FUZZ=100..200` those of many.
+
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use tch::{Kind, Tensor};
+use voltaic::Module;
+use voltaic::graph::Compiler;
+use voltaic::nn::Forward;
+
+use crate::compile::{distance, factors};
+use crate::random_runs::seeds;
+use crate::support::{CPU, HPU, start};
+
+/// All tensors of a program have this shape.
+type Shape = [i64; 2];
+
+/// What a step does with the tensors of these numbers, counted from the last one back; the result is another one.
+#[derive(Debug, Clone, Copy)]
+enum Step {
+    Unary(u8, usize),
+    Binary(u8, usize, usize),
+    /// With a part of the second that repeats: a row, a column, a number.
+    Repeated(u8, usize, usize),
+    View(u8, usize),
+    /// The first is written; its own memory, or a part of it.
+    InPlace(u8, usize, usize),
+    /// To 16 bits and back, or a new copy.
+    Cast(u8, usize),
+    Normalize(usize),
+}
+
+#[derive(Module, Debug)]
+struct Program {
+    #[module(skip)]
+    shape: Shape,
+    #[module(skip)]
+    steps: Vec<Step>,
+}
+
+impl Program {
+    fn of(seed: u64) -> Self {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let shape = [[1, 1], [3, 4], [4, 4], [1, 7], [9, 1], [5, 300], [64, 33]][rng.random_range(0..7)];
+        let count = rng.random_range(4..16);
+        let steps = (0..count).map(|_| {
+            let (kind, a, b) = (rng.random_range(0..8), rng.random_range(0..5), rng.random_range(0..5));
+            match rng.random_range(0..16) {
+                0..4 => Step::Unary(kind, a),
+                4..8 => Step::Binary(kind, a, b),
+                8..10 => Step::Repeated(kind, a, b),
+                10..12 => Step::View(kind, a),
+                12..14 => Step::InPlace(kind, a, b),
+                14 => Step::Cast(kind, a),
+                _ => Step::Normalize(a),
+            }
+        });
+        Self { shape, steps: steps.collect() }
+    }
+
+    fn run(&self, x: &Tensor) -> anyhow::Result<Tensor> {
+        let mut all = vec![x.f_mul_scalar(1.5)?, x.f_mul_scalar(0.5)?]; // the input itself cannot be written
+        for step in &self.steps {
+            let at = |back: usize| all[all.len() - 1 - back % all.len()].shallow_clone();
+            let next = match *step {
+                Step::Unary(kind, a) => unary(kind, &at(a))?,
+                Step::Binary(kind, a, b) => binary(kind, &at(a), &at(b))?,
+                Step::Repeated(kind, a, b) => binary(kind, &at(a), &repeated(kind, &at(b))?)?,
+                Step::View(kind, a) => self.view(kind, &at(a))?,
+                Step::InPlace(kind, a, b) => in_place(kind, &at(a), &at(b))?,
+                Step::Cast(kind, a) => cast(kind, &at(a))?,
+                Step::Normalize(a) => at(a).f_softmax(-1, x.kind())?,
+            };
+            all.push(next);
+        }
+        let last: Vec<Tensor> = all.iter().rev().take(3).map(Tensor::shallow_clone).collect();
+        Ok(last[0].f_add(&last[1])?.f_add(&last[2])?)
+    }
+
+    fn view(&self, kind: u8, a: &Tensor) -> anyhow::Result<Tensor> {
+        let [rows, columns] = self.shape;
+        Ok(match kind {
+            0 => a.f_transpose(0, 1)?.f_mul_scalar(1.5)?.f_transpose(0, 1)?,
+            1 => a.f_reshape([-1])?.f_tanh()?.f_view([rows, columns])?,
+            2 => Tensor::f_cat(&[a, a], 1)?.f_narrow(1, columns - 1, columns)?,
+            3 => a.f_narrow(0, 0, 1)?.f_expand([rows, columns], false)?,
+            4 => a.f_transpose(0, 1)?.f_contiguous()?.f_transpose(0, 1)?,
+            5 => a.f_flip([0])?,
+            6 => a.f_reshape([columns, rows])?.f_add_scalar(0.5)?.f_reshape([rows, columns])?,
+            _ => a.f_detach()?,
+        })
+    }
+}
+
+impl Forward for Program {
+    fn forward(&self, x: &Tensor) -> anyhow::Result<Tensor> {
+        self.run(x)
+    }
+}
+
+fn unary(kind: u8, a: &Tensor) -> anyhow::Result<Tensor> {
+    Ok(match kind {
+        0 => a.f_mul_scalar(-0.75)?,
+        1 => a.f_add_scalar(1.25)?,
+        2 => a.f_gelu("none")?,
+        3 => a.f_gelu("tanh")?,
+        4 => a.f_tanh()?,
+        5 => a.f_sigmoid()?,
+        6 => a.f_neg()?,
+        _ => a.f_div_scalar(3.0)?,
+    })
+}
+
+fn binary(kind: u8, a: &Tensor, b: &Tensor) -> anyhow::Result<Tensor> {
+    Ok(match kind {
+        0..3 => a.f_add(b)?,
+        3 => a.f_sub(b)?,
+        4..6 => a.f_mul(&b.f_tanh()?)?,
+        6 => a.f_div(&b.f_mul(b)?.f_add_scalar(1.0)?)?,
+        _ => a.f_sub(&b.f_mul_scalar(2.0)?)?,
+    })
+}
+
+fn repeated(kind: u8, b: &Tensor) -> anyhow::Result<Tensor> {
+    Ok(match kind % 4 {
+        0 => b.f_narrow(0, 0, 1)?,
+        1 => b.f_narrow(1, 0, 1)?,
+        2 => b.f_narrow(0, 0, 1)?.f_reshape([-1])?,
+        _ => b.f_mean(b.kind())?,
+    })
+}
+
+fn in_place(kind: u8, a: &Tensor, b: &Tensor) -> anyhow::Result<Tensor> {
+    let mut a = a.shallow_clone();
+    let factor = b.f_detach()?.f_sigmoid()?;
+    _ = match kind {
+        0 => a.f_add_(b)?,
+        1 => a.f_mul_(&factor)?,
+        2 => a.f_narrow(0, 0, 1)?.f_add_(&Tensor::from(0.25))?,
+        3 => a.f_narrow(1, 0, 1)?.f_mul_(&factor.f_narrow(1, 0, 1)?)?,
+        4 => a.f_transpose(0, 1)?.f_sub_(&factor.f_transpose(0, 1)?)?,
+        5 => a.f_mul_(&Tensor::from(0.5))?,
+        6 => a.f_reshape([-1])?.f_add_(&factor.f_reshape([-1])?)?,
+        _ => a.f_div_(&Tensor::from(1.5))?,
+    };
+    Ok(a)
+}
+
+fn cast(kind: u8, a: &Tensor) -> anyhow::Result<Tensor> {
+    let is_wide = a.kind() == Kind::Double; // of which a cast to 16 bits would keep nothing
+    Ok(match kind {
+        0..4 if !is_wide => a.f_to_kind(Kind::BFloat16)?.f_to_kind(a.kind())?,
+        4..6 if !is_wide => a.f_to_kind(Kind::Float)?.f_mul_scalar(1.125)?.f_to_kind(a.kind())?,
+        4..6 => a.f_mul_scalar(1.125)?,
+        _ => a.copy(),
+    })
+}
+
+/// The result and the gradient of the input.
+fn passes(call: impl Fn(&Tensor) -> anyhow::Result<Tensor>, x: &Tensor) -> anyhow::Result<[Tensor; 2]> {
+    let x = x.f_detach()?.copy().f_set_requires_grad(true)?;
+    let y = call(&x)?;
+    y.f_mul(&factors(&y))?.f_sum(y.kind())?.f_backward()?;
+    Ok([y.f_detach()?, x.grad()])
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    programs: usize,
+    nonsense: usize,
+    replays: u64,
+    fused: usize,
+}
+
+/// What differs in a case; nothing if the code itself is refused.
+fn case(seed: u64, counts: &mut Counts) -> Result<(), String> {
+    let program = Program::of(seed);
+    let x = Tensor::randn(program.shape, (Kind::Double, CPU));
+    counts.programs += 1;
+    let (device, kind) =
+        ([CPU, HPU][seed as usize % 2], [Kind::Float, Kind::BFloat16][seed as usize / 2 % 2]);
+    let net = Compiler::new("hpu_backend").map_err(|e| e.to_string())?.wrap(Program::of(seed));
+    for step in 0..4 {
+        // the same numbers in each format
+        let x = (&x + f64::from(step) * 0.25).to_kind(Kind::BFloat16);
+        let input = x.to_kind(kind).to_device(device);
+        // autograd refuses some writes
+        let runs = [x.to_kind(Kind::Double), input.shallow_clone()].map(|x| passes(|x| program.run(x), &x));
+        let [Ok(exact), Ok(eager)] = runs else {
+            counts.nonsense += 1;
+            return Ok(());
+        };
+        let own = passes(|x| net.forward(x), &input).map_err(|error| format!("compiled: {error}"))?;
+        let unit = if kind == Kind::Float { 1e-6 } else { 1e-2 };
+        for (index, what) in ["result", "gradient"].into_iter().enumerate() {
+            if own[index].kind() != eager[index].kind() {
+                return Err(format!("{what} of call {step}: {:?}", own[index].kind()));
+            }
+            let (off, usual) = (distance(&own[index], &exact[index]), distance(&eager[index], &exact[index]));
+            if off.is_nan() || off > 3.0 * usual + unit {
+                return Err(format!(
+                    "{what} of call {step} is off by {off}, that of the code by {usual}\n  {program:?}"
+                ));
+            }
+        }
+    }
+    counts.replays += net.stats().hits;
+    counts.fused += net.plan_stats().iter().map(|plan| plan.num_fused).sum::<usize>();
+    match net.refusal() {
+        Some(refusal) => Err(format!("refused: {refusal}\n  {program:?}")),
+        None => Ok(()),
+    }
+}
+
+#[test]
+fn compiled_programs_are_as_exact_as_the_code() {
+    let _rng = start();
+    let mut counts = Counts::default();
+    let runs_all = std::env::var_os("VOLTAIC_TEST_ALL").is_some();
+    for seed in seeds(0..if runs_all { 10_000 } else { 150 }) {
+        if let Err(what) = case(seed, &mut counts) {
+            panic!("seed {seed}: {what}");
+        }
+    }
+    println!("{counts:?}");
+    assert!(2 * counts.nonsense <= counts.programs, "{counts:?}");
+    assert!(counts.programs < 10 || (counts.replays > 0 && counts.fused > counts.programs), "{counts:?}");
+}
