@@ -26,6 +26,7 @@ mod page;
 mod runtime_flags;
 mod several_hpus;
 mod simple_profiler;
+mod torch_compile;
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
