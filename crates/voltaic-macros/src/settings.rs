@@ -180,6 +180,7 @@ pub fn expand(arguments: TokenStream, mut input: DeriveInput) -> Result<TokenStr
     Ok(quote! {
         #[derive(Debug, Clone, PartialEq, ::serde::Serialize, ::serde::Deserialize, ::schemars::JsonSchema)]
         #[serde(#container)]
+        #[schemars(extend("x-no-effect" = crate::optim::settings::no_effect(), "x-refused" = crate::optim::settings::refused()))]
         #input
 
         #defaults

@@ -38,7 +38,7 @@ pub use on_exception_checkpoint::{OnExceptionCheckpoint, OnExceptionCheckpointCo
 pub use prediction_writer::{
     PredictedBatch, PredictionWriter, PredictionWriterConfig, WriteInterval, WritePredictions,
 };
-pub use progress_bar::ProgressBar;
+pub use progress_bar::{ProgressBar, ProgressBarConfig};
 pub(crate) use stochastic_weight_averaging::SWA_FILE;
 pub use stochastic_weight_averaging::{
     EpochStart, StochasticWeightAveraging, StochasticWeightAveragingConfig,

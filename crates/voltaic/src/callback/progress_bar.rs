@@ -4,11 +4,25 @@ use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressDrawTarget, ProgressStyle};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
 use crate::error::write_stderr;
 use crate::lightning::Callback;
 use crate::module::HookContext;
 use crate::nn::Module;
+
+/// [`ProgressBar`] by name. It has no settings: those of Lightning's bars are about how often and in which colours they are drawn.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+#[schemars(extend("x-no-effect" = drawing()))]
+pub struct ProgressBarConfig {}
+
+fn drawing() -> serde_json::Value {
+    let keys = ["refresh_rate", "process_position", "leave", "theme", "console_kwargs"];
+    let why = serde_json::Value::from("how bars are drawn is fixed");
+    serde_json::Value::Object(keys.into_iter().map(|key| (key.to_owned(), why.clone())).collect())
+}
 
 /// How often the terminal is redrawn; metrics are read back from the device no more often than that.
 const REDRAW: Duration = Duration::from_millis(100);

@@ -253,6 +253,7 @@ pub(super) fn parse(program: &str, arguments: Vec<OsString>, has_colour: bool) -
             })
         })
         .collect::<Result<Vec<String>, Failure>>()?;
+    let arguments = verb_first(arguments);
     let is_run = arguments.first().is_some_and(|verb| Verb::parse(verb).is_some());
     let (fixed, assignments) = if is_run { split(&arguments)? } else { (arguments, Vec::new()) };
     let colour = if has_colour { clap::ColorChoice::Auto } else { clap::ColorChoice::Never };
@@ -289,6 +290,24 @@ pub(super) fn parse(program: &str, arguments: Vec<OsString>, has_colour: bool) -
             return Err(Failure::usage(format!("no verb is given; the verbs are {verbs}; see --help")));
         }
     })
+}
+
+/// Files may stand before the verb, as with LightningCLI: `--config run.yaml fit`.
+fn verb_first(mut arguments: Vec<String>) -> Vec<String> {
+    let mut at = 0;
+    while let Some(argument) = arguments.get(at) {
+        at += match argument.as_str() {
+            "--config" | "-c" => 2,
+            argument if argument.starts_with("--config=") => 1,
+            argument => {
+                if Verb::parse(argument).is_some() {
+                    arguments[..=at].rotate_right(1);
+                }
+                break;
+            }
+        };
+    }
+    arguments
 }
 
 /// All verbs with their options, but for the keys of the configuration.

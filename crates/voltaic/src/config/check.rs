@@ -114,6 +114,11 @@ impl<'s> Checker<'s> {
         if class.as_str().is_some_and(|name| view.class(name).is_some()) {
             return false;
         }
+        let last = class.as_str().and_then(|name| name.rsplit('.').next());
+        if let Some(Problem { what, remedy }) = last.and_then(|name| view.refusal(name)) {
+            self.report(key, &class.origin, what, remedy.into_owned());
+            return true;
+        }
         let what = format!("{} is not a known class", quote(&class.to_value()));
         let remedy = match class.as_str().and_then(|name| nearest(name, names.iter().copied())) {
             Some(name) => format!("did you mean {name}"),

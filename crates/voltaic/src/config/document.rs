@@ -1,7 +1,7 @@
 //! Settings in the words of another program, such as DeepSpeed's file, checked against the schema of a struct.
 //!
 //! A key is one line in one of four places: a field, or an entry of [`REFUSED`](super::schema::REFUSED) (which may have
-//! `"unless_off": true`), of [`NO_EFFECT`] or of [`OLD_NAMES`].
+//! `"unless_off": true`), of `x-no-effect` or of [`OLD_NAMES`].
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -15,7 +15,7 @@ use super::check::{Checked, check};
 use super::json;
 use super::layers::{deserialize_at, schema_of};
 use super::node::{Data, Node, Origin, join};
-use super::schema::{NO_EFFECT, OLD_NAMES, View};
+use super::schema::{OLD_NAMES, View};
 use super::suggest::nearest;
 use crate::error::{ConfigError, ConfigProblem, Problem};
 
@@ -271,17 +271,17 @@ impl Document {
         num_unknown: &mut usize,
     ) -> bool {
         let full = join(key, name);
-        let (why, refusal) = (keyword(view, NO_EFFECT).and_then(|all| all.get(name)), view.refused(name));
+        let (why, refusal) = (view.no_effect(name), view.refused(name));
         let is_field = view.child(name).is_some();
         if (is_field || why.is_some() || refusal.is_some()) && is_open(node) {
             return false;
         }
-        if let Some(why) = why.and_then(Value::as_str) {
+        if let Some(why) = why {
             self.note(&full, why);
             return is_field;
         }
         if let Some(refusal) = refusal {
-            return !(refusal.get("unless_off").is_some() && is_off(node));
+            return !node.asks_for_nothing(refusal);
         }
         let Some(program) = keyword(view, IGNORES_UNKNOWN).and_then(Value::as_str).filter(|_| !is_field)
         else {
@@ -311,16 +311,6 @@ fn keyword<'s>(view: &View<'s>, name: &str) -> Option<&'s Value> {
 /// Whether a value leaves its key to the default.
 fn is_open(node: &Node) -> bool {
     node.is_null() || node.as_str() == Some(AUTO)
-}
-
-/// Whether a value switches its key off: false, 0, or a section that is not enabled.
-fn is_off(node: &Node) -> bool {
-    let is_off = |value: &Value| *value == Value::Bool(false) || value.as_f64() == Some(0.0);
-    match &node.data {
-        Data::Scalar { value, .. } => is_off(value),
-        Data::List(_) => false,
-        Data::Map(entries) => entries.get("enabled").is_some_and(|flag| is_off(&flag.to_value())),
-    }
 }
 
 /// Whether a number is a whole one, however it was written, such as `5e8`.

@@ -47,6 +47,8 @@ pub struct Layers {
     unreadable: Vec<ConfigProblem>,
     /// Files may have sections of these names, of which the first is the one that counts.
     sections: Vec<String>,
+    /// Files may have sections named by classes of this list.
+    class_list: Vec<&'static str>,
 }
 
 /// A typed configuration and where each of its values was set.
@@ -161,7 +163,14 @@ impl Layers {
         let mut tree = Node::map(Origin::Default);
         let view = View::new(&schema);
         fill(&mut tree, &view, view.default);
-        Self { schema, tree, remarks: Remarks::default(), unreadable: Vec::new(), sections: Vec::new() }
+        Self {
+            schema,
+            tree,
+            remarks: Remarks::default(),
+            unreadable: Vec::new(),
+            sections: Vec::new(),
+            class_list: Vec::new(),
+        }
     }
 
     /// The JSON schema.
@@ -174,6 +183,13 @@ impl Layers {
     pub fn with_sections<'a>(mut self, own: &'a str, others: impl IntoIterator<Item = &'a str>) -> Self {
         let names = std::iter::once(own).chain(others.into_iter().filter(|other| *other != own));
         self.sections = names.map(str::to_owned).collect();
+        self
+    }
+
+    /// Takes sections that are named by a class of the list at `path` as further elements of it, as LightningCLI has callbacks that a
+    /// program forces: `ModelCheckpoint: {monitor: val_loss}`, also `model_checkpoint`.
+    pub fn with_class_sections(mut self, path: &[&'static str]) -> Self {
+        self.class_list = path.to_vec();
         self
     }
 
@@ -213,7 +229,8 @@ impl Layers {
         match yaml::read(yaml, name) {
             Ok(mut node) => {
                 let own = self.take_sections(&mut node);
-                for node in std::iter::once(node).chain(own) {
+                for mut node in std::iter::once(node).chain(own) {
+                    self.class_sections(&mut node);
                     merge(&mut self.tree, node, &View::new(&self.schema), "", &mut self.remarks);
                 }
             }
@@ -251,6 +268,40 @@ impl Layers {
         let own = sections.next().flatten();
         sections.for_each(drop);
         own
+    }
+
+    /// Moves sections that are named by classes to the list of [`Layers::with_class_sections`].
+    fn class_sections(&self, node: &mut Node) {
+        let view = View::new(&self.schema);
+        let list = self.class_list.iter().try_fold(view.clone(), |view, part| view.child(part));
+        let (Data::Map(entries), Some(list), Some((last, before))) =
+            (&mut node.data, list, self.class_list.split_last())
+        else {
+            return;
+        };
+        let class_of =
+            |name: &str| list.item(0).class(&name.replace('_', "")).map(|class| class.name.to_owned());
+        let names = entries.keys().filter(|name| view.child(name).is_none());
+        let names: Vec<(String, String)> =
+            names.filter_map(|name| Some((name.clone(), class_of(name)?))).collect();
+        let items: Vec<Node> = names
+            .iter()
+            .filter_map(|(name, class)| {
+                let arguments = entries.shift_remove(name)?;
+                let origin = arguments.origin.clone();
+                let class = Node::scalar(Value::String(class.clone()), origin.clone());
+                let entries = [("class_path".to_owned(), class), ("init_args".to_owned(), arguments)];
+                Some(Node { origin, data: Data::Map(entries.into_iter().collect()) })
+            })
+            .collect();
+        let Some(first) = items.first() else { return };
+        let origin = first.origin.clone();
+        let section = before.iter().try_fold(node, |node, part| node.child(part, &origin));
+        let Some(Data::Map(section)) = section.map(|section| &mut section.data) else { return };
+        match section.get_mut(*last) {
+            Some(Node { data: Data::List(list), .. }) => list.extend(items),
+            _ => drop(section.insert(format!("{last}+"), Node { origin, data: Data::List(items) })),
+        }
     }
 
     /// Adds one option of the command line. The value of a section may be a YAML file: `--trainer=trainer.yaml`.

@@ -25,6 +25,7 @@ pub(super) struct Remarks {
 
 /// Lays `incoming` over `target`, which stands at `key`.
 pub(super) fn merge(target: &mut Node, incoming: Node, view: &View<'_>, key: &str, remarks: &mut Remarks) {
+    note_alias(&incoming, view, key, remarks);
     let incoming = expand(incoming, view);
     match incoming.data {
         Data::Map(_) if view.classes().is_empty() && !view.allows("object") && view.allows("array") => {
@@ -80,7 +81,11 @@ fn merge_map(
             Some(base) if narrowed.child(&name).is_none() => (base.to_owned(), true),
             _ => (name, false),
         };
-        let place = narrowed.child(&name).unwrap_or_else(|| View::new(&Value::Bool(true)));
+        let place = match narrowed.child(&name) {
+            Some(place) => place,
+            None if asks_for_nothing(&name, &child, &narrowed, key, remarks) => continue,
+            None => View::new(&Value::Bool(true)),
+        };
         let Some(slot) = target.child(&name, &child.origin) else { continue };
         let key = join(key, &name);
         if appends {
@@ -88,6 +93,26 @@ fn merge_map(
         } else {
             merge(slot, child, &place, &key, remarks);
         }
+    }
+}
+
+/// Whether a key that is no field may be left out: it has no effect, which is noted, or its value asks for nothing.
+fn asks_for_nothing(name: &str, node: &Node, view: &View<'_>, key: &str, remarks: &mut Remarks) -> bool {
+    if let Some(why) = view.no_effect(name) {
+        if !node.is_null() && node.to_value() != Value::Bool(false) {
+            remarks.notes.push(format!("{} has no effect: {why}", node.origin.typed_key(&join(key, name))));
+        }
+        return true;
+    }
+    view.refused(name).is_some_and(|refusal| node.asks_for_nothing(refusal))
+}
+
+/// Notes a class that another one stands for.
+fn note_alias(node: &Node, view: &View<'_>, key: &str, remarks: &mut Remarks) {
+    let given = node.get("class_path").unwrap_or(node).as_str().and_then(|path| path.rsplit('.').next());
+    let Some((name, class)) = given.and_then(|name| Some((name, view.class(name)?))) else { return };
+    if class.is_called(name) {
+        remarks.notes.push(format!("{}: {name} is {} here", node.origin.typed_key(key), class.name));
     }
 }
 
@@ -183,7 +208,12 @@ fn expand(incoming: Node, view: &View<'_>) -> Node {
             if view.allows_free_text() || is_choice {
                 return Node::scalar(Value::String(text.clone()), origin);
             }
-            incoming
+            // such as 1e3
+            let whole = value.as_f64().filter(|number| number.fract() == 0.0 && number.abs() < 2f64.powi(53));
+            match whole.filter(|_| view.allows("integer")) {
+                Some(whole) => Node::scalar(Value::from(whole as i64), origin),
+                None => incoming,
+            }
         }
         Data::Map(entries) if !view.classes().is_empty() => {
             let own = view.class_keys();
@@ -196,6 +226,20 @@ fn expand(incoming: Node, view: &View<'_>) -> Node {
                 {
                     *node = Node::scalar(Value::String(class.name.to_owned()), node.origin.clone());
                 }
+            }
+            // Lightning's classes take what stands beside the class here, such as `monitor`, as arguments
+            let class = data.get("class_path").and_then(Node::as_str).and_then(|name| view.class(name));
+            let has = |name: &str| {
+                class
+                    .as_ref()
+                    .is_some_and(|c| c.init_args.as_ref().is_some_and(|args| args.child(name).is_some()))
+            };
+            if let Some(Node { data: Data::Map(given), .. }) = data.get_mut("init_args") {
+                let moved: Vec<String> =
+                    given.keys().filter(|name| own.contains(&name.as_str()) && !has(name)).cloned().collect();
+                let moved: Vec<_> =
+                    moved.into_iter().filter_map(|name| given.shift_remove_entry(&name)).collect();
+                data.extend(moved);
             }
             if !arguments.is_empty() {
                 let arguments = Node { origin: origin.clone(), data: Data::Map(arguments) };

@@ -149,6 +149,24 @@ impl Node {
         }
     }
 
+    /// Whether the value of a key that is refused asks for nothing: it is off where `unless_off` stands, or is what
+    /// stands there in place of true.
+    pub fn asks_for_nothing(&self, refusal: &Value) -> bool {
+        refusal
+            .get("unless_off")
+            .is_some_and(|off| self.is_off() || (*off != true && self.to_value() == *off))
+    }
+
+    /// Whether the value switches its key off: false, 0, or a section that is not enabled.
+    fn is_off(&self) -> bool {
+        let is_off = |value: &Value| *value == Value::Bool(false) || value.as_f64() == Some(0.0);
+        match &self.data {
+            Data::Scalar { value, .. } => is_off(value),
+            Data::List(_) => false,
+            Data::Map(entries) => entries.get("enabled").is_some_and(|flag| is_off(&flag.to_value())),
+        }
+    }
+
     pub fn is_null(&self) -> bool {
         matches!(&self.data, Data::Scalar { value: Value::Null, .. })
     }

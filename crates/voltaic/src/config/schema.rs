@@ -8,6 +8,8 @@ use crate::error::Problem;
 pub(super) const REFUSED: &str = "x-refused";
 /// Keys that have no effect, and why: `{key: reason}`. Those that are fields are checked all the same.
 pub(super) const NO_EFFECT: &str = "x-no-effect";
+/// Other names of a class, whose arguments it takes: a list.
+const ALIASES: &str = "x-aliases";
 /// Older names of keys: `{old: new}`.
 pub(super) const OLD_NAMES: &str = "x-old-names";
 
@@ -29,6 +31,14 @@ pub(super) struct Class<'s> {
     /// `None` if the class takes no arguments.
     pub init_args: Option<View<'s>>,
     option: &'s Value,
+}
+
+impl Class<'_> {
+    /// Whether a name is another one of this class.
+    pub fn is_called(&self, name: &str) -> bool {
+        let names = self.option.get(ALIASES).and_then(Value::as_array);
+        names.is_some_and(|names| names.iter().any(|own| own == name))
+    }
 }
 
 impl<'s> View<'s> {
@@ -194,6 +204,11 @@ impl<'s> View<'s> {
         self.objects().find_map(|option| option.get(REFUSED)?.get(key))
     }
 
+    /// Why a key has no effect, if the schema says so.
+    pub fn no_effect(&self, key: &str) -> Option<&'s str> {
+        self.objects().find_map(|option| option.get(NO_EFFECT)?.get(key)?.as_str())
+    }
+
     /// Why there is no key of this name, though users of Lightning may look for it. [`REFUSED`] of the schema holds
     /// what is wrong and how to fix it.
     pub fn refusal(&self, key: &str) -> Option<Problem> {
@@ -214,7 +229,8 @@ impl<'s> View<'s> {
         let last = name.rsplit('.').next().unwrap_or(name);
         let is_exact = |class: &&Class<'s>| class.name == name || class.name == last;
         let is_similar = |class: &&Class<'s>| class.name.eq_ignore_ascii_case(last);
-        classes.iter().find(is_exact).or_else(|| classes.iter().find(is_similar)).cloned()
+        let found = classes.iter().find(is_exact).or_else(|| classes.iter().find(is_similar));
+        found.or_else(|| classes.iter().find(|class| class.is_called(last))).cloned()
     }
 
     /// The class that stands here if the user names none.

@@ -10,12 +10,24 @@ use super::json_lines::{JsonLinesLogger, JsonLinesLoggerConfig};
 use super::logger::Logger;
 use super::tensorboard::{TensorBoardLogger, TensorBoardLoggerConfig};
 
+/// Classes of Lightning that there are none of.
+fn services() -> serde_json::Value {
+    let names = ["WandbLogger", "MLFlowLogger", "CometLogger", "NeptuneLogger"];
+    let refused = |name: &str| {
+        let what = format!("{name} writes to a service, which voltaic does not");
+        let remedy = "use TensorBoardLogger or CSVLogger, or a Logger of your own (with_logger)";
+        serde_json::json!({"what": what, "remedy": remedy})
+    };
+    serde_json::Value::Object(names.into_iter().map(|name| (name.to_owned(), refused(name))).collect())
+}
+
 /// A logger by class name.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "class_path", content = "init_args", deny_unknown_fields)]
 pub enum LoggerConfig {
     /// Writes `metrics.csv` and pictures of the curves.
     #[serde(rename = "CSVLogger")]
+    #[schemars(extend("x-refused" = services()))]
     Csv(CsvLoggerConfig),
     /// Writes an event file for TensorBoard.
     #[serde(rename = "TensorBoardLogger")]

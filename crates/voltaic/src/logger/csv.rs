@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::logger::Logger;
 use super::plot::plot_metrics;
 use super::plot_memory::plot_memory;
-use super::run_folder::{DEFAULT_NAME, RunFolder, RunFolders, Version, with_prefix};
+use super::run_folder::{DEFAULT_NAME, RunFolder, RunFolders, Version, name_or_none, with_prefix};
 use crate::checkpoint::write_atomically;
 use crate::error::{Error, Result};
 
@@ -21,7 +21,9 @@ use crate::error::{Error, Result};
 pub struct CsvLoggerConfig {
     /// Root folder; `trainer.default_root_dir` unless set.
     pub save_dir: Option<PathBuf>,
-    /// Folder below it; empty for none.
+    /// Folder below it; empty or null for none.
+    #[serde(deserialize_with = "name_or_none")]
+    #[schemars(with = "Option<String>")]
     pub name: String,
     /// The run's folder: a number for `version_<n>`, or a name; the next number unless set.
     pub version: Option<Version>,

@@ -10,7 +10,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::logger::Logger;
-use super::run_folder::{DEFAULT_NAME, RunFolder, RunFolders, Version, with_prefix};
+use super::run_folder::{DEFAULT_NAME, RunFolder, RunFolders, Version, name_or_none, with_prefix};
 use crate::checkpoint::write_atomically;
 use crate::error::{Error, Result};
 
@@ -20,7 +20,9 @@ use crate::error::{Error, Result};
 pub struct JsonLinesLoggerConfig {
     /// Root folder; `trainer.default_root_dir` unless set.
     pub save_dir: Option<PathBuf>,
-    /// Folder below it; empty for none.
+    /// Folder below it; empty or null for none.
+    #[serde(deserialize_with = "name_or_none")]
+    #[schemars(with = "Option<String>")]
     pub name: String,
     /// The run's folder: a number for `version_<n>`, or a name; the next number unless set.
     pub version: Option<Version>,

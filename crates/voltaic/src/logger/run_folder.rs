@@ -5,7 +5,7 @@ use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::checkpoint::write_atomically;
 use crate::config::expand_home;
@@ -13,6 +13,11 @@ use crate::error::{Error, Result};
 
 /// The folder below the root folder, as in Lightning.
 pub(super) const DEFAULT_NAME: &str = "lightning_logs";
+
+/// The name of a folder, of which null is none.
+pub(super) fn name_or_none<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
+}
 
 /// Which run among those of one name: a number, or a folder name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]

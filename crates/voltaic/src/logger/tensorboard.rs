@@ -12,17 +12,22 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::logger::Logger;
-use super::run_folder::{DEFAULT_NAME, RunFolder, RunFolders, Version, with_prefix};
+use super::run_folder::{DEFAULT_NAME, RunFolder, RunFolders, Version, name_or_none, with_prefix};
 use super::tfevents::{self, Event};
 use crate::error::{Error, Result};
 
 /// What [`TensorBoardLogger`] writes, and where.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
+#[schemars(extend("x-refused" = serde_json::json!({
+    "log_graph": {"what": "there is no graph of Python's to log", "remedy": "set false", "unless_off": true},
+})))]
 pub struct TensorBoardLoggerConfig {
     /// Root folder; `trainer.default_root_dir` unless set.
     pub save_dir: Option<PathBuf>,
-    /// Folder below it; empty for none.
+    /// Folder below it; empty or null for none.
+    #[serde(deserialize_with = "name_or_none")]
+    #[schemars(with = "Option<String>")]
     pub name: String,
     /// The run's folder: a number for `version_<n>`, or a name; the next number unless set.
     pub version: Option<Version>,

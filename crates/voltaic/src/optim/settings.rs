@@ -35,6 +35,21 @@ pub(super) trait Settings: Sized {
     }
 }
 
+/// Arguments of PyTorch's classes that change no result.
+pub(super) fn no_effect() -> serde_json::Value {
+    let groups = "a group is updated at once where it can be";
+    serde_json::json!({"foreach": groups, "fused": groups, "verbose": "LearningRateMonitor logs the rates"})
+}
+
+/// Arguments of PyTorch's classes that there are none of.
+pub(super) fn refused() -> serde_json::Value {
+    serde_json::json!({
+        "capturable": {"what": "graphs capture each optimizer", "remedy": "remove it", "unless_off": true},
+        "differentiable": {"what": "there is no gradient through a step", "remedy": "remove it", "unless_off": true},
+        "last_epoch": {"what": "schedules begin at 0", "remedy": "remove it: a resumed run restores it", "unless_off": -1},
+    })
+}
+
 /// `optimizer!(Lion = "Lion", |lion| options)`: the optimizer's name, and the options of a group with these settings. `also` names a
 /// method that checks settings together.
 macro_rules! optimizer {

@@ -92,7 +92,7 @@ impl StrategyPlan {
         let strategy: Box<dyn Strategy> = match self {
             Self::SingleDevice => Box::new(SingleDevice::of(world)),
             Self::Ddp { name, config, .. } => Box::new(Ddp::new(name, world, config)),
-            Self::DeepSpeed(plan) => Box::new(Zero::new(world, plan.zero()?)),
+            Self::DeepSpeed(plan) => Box::new(Zero::new(world, plan.zero())),
             Self::Inference(plan) => Box::new(Inference::new(world, *plan)),
             Self::Zero(config) => Box::new(Zero::new(world, *config)),
         };

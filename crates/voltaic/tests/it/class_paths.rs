@@ -268,8 +268,71 @@ fn plugins_loggers_and_callbacks_have_the_names_of_the_originals() {
         );
         assert_eq!(problem("", &options), "");
     }
+    for class in ["AsyncCheckpointIO", "HPUCheckpointIO"] {
+        let plugins = json!({"plugins": [{"class_path": class}]});
+        assert_eq!(serde_json::from_value::<TrainerConfig>(plugins).unwrap().plugins.len(), 1, "{class}");
+    }
     let found = problem("", &["trainer.plugins=DeepSpeedPrecisionPlugin2"]);
     assert!(found.contains("`DeepSpeedPrecisionPlugin2` is not a known class"), "{found}");
+}
+
+/// A whole dump, sections of callbacks that a program forces, and what Lightning 1 wrote.
+#[test]
+fn files_that_people_have_are_read_as_they_are() {
+    let recipe = "\
+trainer:
+  gpus: null
+  resume_from_checkpoint: null
+  auto_select_gpus: false
+  model_registry: null
+  log_every_n_steps: 1e1
+  max_steps: 10_000
+  enable_progress_bar: yes
+  callbacks:
+  - {class_path: lightning.pytorch.callbacks.RichProgressBar, init_args: {leave: false, theme: {description: white}}}
+  - {class_path: lightning.pytorch.callbacks.RichModelSummary, init_args: {max_depth: 2}}
+model_checkpoint: {monitor: val_loss, save_top_k: 1}
+EarlyStopping: {monitor: val_loss}
+optimizer:
+  class_path: torch.optim.AdamW
+  init_args: {lr: 0.01, foreach: null, fused: true, capturable: false, differentiable: false}
+lr_scheduler:
+  class_path: lightning.pytorch.cli.ReduceLROnPlateau
+  init_args: {monitor: val_loss, patience: 3, verbose: false}
+";
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.yaml");
+    std::fs::write(&path, recipe).unwrap();
+    let options = ["--config", path.to_str().unwrap(), "--trainer.enable_checkpointing=true"];
+    let (code, text) = short_fit(&options, &[]);
+    assert_eq!(code, Some(0), "{text}");
+    for part in [
+        "RichProgressBar is TQDMProgressBar here",
+        "RichModelSummary is ModelSummary here",
+        "optimizer.init_args.fused has no effect: ",
+        "theme has no effect: ",
+    ] {
+        assert_eq!(text.matches(part).count(), 1, "{part}: {text}");
+    }
+    let (code, text) = short_fit(&[&options[..2], &["--print_config=skip_default"]].concat(), &[]);
+    assert_eq!(code, Some(0), "{text}");
+    let logger = |text: &str| problem(&format!("trainer: {{logger: {text}}}"), &[]);
+    let tensorboard =
+        |args: &str| logger(&format!("{{class_path: TensorBoardLogger, init_args: {{{args}}}}}"));
+    assert_eq!(tensorboard("name: null, version: null, log_graph: false"), "");
+    for (found, expected) in [
+        (tensorboard("log_graph: true"), "there is no graph of Python's to log; set false"),
+        (logger("lightning.pytorch.loggers.WandbLogger"), "WandbLogger writes to a service"),
+        (
+            logger("[{class_path: MLFlowLogger, init_args: {experiment_name: x}}]"),
+            "use TensorBoardLogger or CSV",
+        ),
+        (problem("trainer: {gpus: 2}", &[]), "set trainer.accelerator and trainer.devices"),
+        (problem("optimizer: {class_path: Adam, init_args: {capturable: true}}", &[]), "graphs capture each"),
+        (problem("trainer: {log_every_n_steps: 1.5e0}", &[]), "`1.5` is a number with a fraction"),
+    ] {
+        assert!(found.contains(expected), "{expected}: {found}");
+    }
 }
 
 #[test]

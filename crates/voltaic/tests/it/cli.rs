@@ -271,7 +271,7 @@ fn files_are_read_as_lightnings_command_line_reads_them() {
         validate: {ckpt_path: best, trainer: {max_epochs: 1}}\n\
         fit: {trainer: {max_epochs: '${oc.env:VOLTAIC_NO_SUCH,4}'}, model: Net, data: {class_path: Digits, init_args: {batch_size: 5}}}\n";
     let sections = write("sections.yaml", sections);
-    let ended = run(&["fit", "--config", &sections, "--model.width=2"]);
+    let ended = run(&["--config", &sections, "fit", "--model.width=2"]);
     assert_eq!((ended.code, ended.err.as_str()), (0, ""));
     assert_eq!(ended.log[..2], ["seed 3", "fit width 2 batch 5 epochs 4 ckpt None"]);
 

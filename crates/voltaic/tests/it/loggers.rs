@@ -154,9 +154,9 @@ impl CheckpointIo for KeepsRows {
         _: Option<&Value>,
     ) -> voltaic::Result<()> {
         checkpoint.save(path)?;
-        FILES.iter().for_each(|name| {
+        for name in FILES {
             std::fs::copy(self.0.join(name), path.with_extension(name)).unwrap();
-        });
+        }
         Ok(())
     }
 }

@@ -23,6 +23,7 @@ pub(in crate::cli) fn run(
 ) -> Result<(), Failure> {
     let verbs = Verb::ALL.map(Verb::as_str);
     let mut layers = Layers::new(registry.schema()).with_sections(arguments.verb.as_str(), verbs);
+    layers = layers.with_class_sections(&["trainer", "callbacks"]);
     for path in arguments.config.iter().chain(&config_beside_checkpoint(arguments)) {
         layers.file(path);
     }

@@ -189,29 +189,18 @@ impl DeepSpeedPlan {
     }
 
     /// The settings of the engine.
-    ///
-    /// # Errors
-    /// A stage that divides nothing.
-    pub(crate) fn zero(&self) -> Result<ZeroConfig, ConfigError> {
+    pub(crate) fn zero(&self) -> ZeroConfig {
         let settings = &self.settings;
         let stage = match settings.zero.stage {
-            1 => ZeroStage::One,
+            0 | 1 => ZeroStage::One, // a file without ZeRO has master weights, its optimizer, precision and clipping, too
             2 => ZeroStage::Two,
-            3 => ZeroStage::Three,
-            _ => {
-                let what = "stage 0 divides nothing";
-                return Err(ConfigError::new(
-                    "zero_optimization.stage",
-                    what,
-                    "use trainer.strategy=ddp, or stage 1",
-                ));
-            }
+            _ => ZeroStage::Three,
         };
         let size = |elements: u64| usize::try_from(elements).unwrap_or(usize::MAX);
-        Ok(ZeroConfig {
+        ZeroConfig {
             reduce_bucket_size: size(settings.zero.reduce_bucket_size),
             timeout: self.timeout,
-            allow_untested_optimizer: settings.zero_allow_untested_optimizer,
+            allow_untested_optimizer: settings.zero_allow_untested_optimizer || settings.zero.stage == 0,
             communication_dtype: settings.communication_data_type,
             param_persistence_threshold: size(settings.zero.param_persistence_threshold),
             grad_accum_dtype: settings.data_types.grad_accum_dtype,
@@ -233,7 +222,7 @@ impl DeepSpeedPlan {
             offload_param: settings.zero.offload_param.clone(),
             aio: settings.aio.clone(),
             ..ZeroConfig::of_stage(stage)
-        })
+        }
     }
 }
 

@@ -400,6 +400,9 @@ impl DeepSpeedSettings {
         settings.check(&mut document);
         settings.zero.check(&mut document);
         settings.zero.stage = settings.zero.stage.min(3);
+        if settings.zero.stage == 0 {
+            document.note("zero_optimization.stage", "0 is run as stage 1, whose updates are the same");
+        }
         if document.has("aio") && !settings.zero.has_files() {
             document.note("aio", "nothing is offloaded to files");
         }

@@ -118,6 +118,7 @@ fn no_effect() -> Value {
     json!({
         "contiguous_gradients": "gradients always lie in one piece",
         "allgather_partitions": collectives,
+        "max_group_size": "DeepSpeed has no such key",
         "use_multi_rank_bucket_allreduce": collectives,
         "round_robin_gradients": division,
         "parameter_alignment": division,

@@ -8,8 +8,9 @@ use crate::callback::{
     EmaWeightAveragingConfig, GradientAccumulationScheduler, GradientAccumulationSchedulerConfig,
     LambdaCallback, LearningRateMonitor, LearningRateMonitorConfig, ModelCheckpoint, ModelCheckpointConfig,
     ModelSummary, ModelSummaryConfig, OnExceptionCheckpoint, OnExceptionCheckpointConfig, PredictionWriter,
-    PredictionWriterConfig, ProgressBar, StochasticWeightAveraging, StochasticWeightAveragingConfig,
-    ThroughputMonitor, ThroughputMonitorConfig, Timer, TimerConfig, WeightAveraging, WeightAveragingConfig,
+    PredictionWriterConfig, ProgressBar, ProgressBarConfig, StochasticWeightAveraging,
+    StochasticWeightAveragingConfig, ThroughputMonitor, ThroughputMonitorConfig, Timer, TimerConfig,
+    WeightAveraging, WeightAveragingConfig,
 };
 use crate::error::ConfigError;
 use crate::trainer::config::searches::{BatchSizeFinderConfig, LearningRateFinderConfig};
@@ -41,7 +42,12 @@ pub enum CallbackConfig {
     OnExceptionCheckpoint(OnExceptionCheckpointConfig),
     /// Finds a learning rate before a fit that starts from the beginning, and uses it for all groups of parameters.
     LearningRateFinder(LearningRateFinderConfig),
+    /// Shows how far the run is, as without it.
+    #[serde(rename = "TQDMProgressBar")]
+    #[schemars(extend("x-aliases" = ["RichProgressBar", "ProgressBar"]))]
+    ProgressBar(ProgressBarConfig),
     /// Prints the module's layers before training.
+    #[schemars(extend("x-aliases" = ["RichModelSummary"]))]
     ModelSummary(ModelSummaryConfig),
     /// Finds the largest batch size that memory has room for, before each fit that starts from the beginning and each evaluation, and
     /// uses it.
@@ -83,6 +89,7 @@ impl CallbackConfig {
                 Box::new(StochasticWeightAveraging::from_config(config)?)
             }
             Self::OnExceptionCheckpoint(config) => Box::new(OnExceptionCheckpoint::new(config)?),
+            Self::ProgressBar(_) => Box::new(ProgressBar::default()),
             Self::ModelSummary(config) => Box::new(ModelSummary::new(config)?),
             Self::PredictionWriter(config) => Box::new(PredictionWriter::from(config)),
             Self::DeviceStatsMonitor(config) => Box::new(DeviceStatsMonitor::from(config)),

@@ -25,9 +25,35 @@ use crate::trainer::config::values::{
     Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, ValCheckInterval,
 };
 
+/// Keys of Lightning 1's trainer, with what they are now.
+fn refused() -> serde_json::Value {
+    let old = |remedy: &str| serde_json::json!({"what": "Lightning has had it in version 1 only", "remedy": remedy, "unless_off": true});
+    let devices = old("set trainer.accelerator and trainer.devices");
+    serde_json::json!({
+        "gpus": devices,
+        "tpu_cores": devices,
+        "ipus": devices,
+        "num_processes": devices,
+        "auto_select_gpus": devices,
+        "resume_from_checkpoint": old("give ckpt_path=FILE, beside trainer"),
+        "checkpoint_callback": old("set trainer.enable_checkpointing"),
+        "weights_summary": old("set trainer.enable_model_summary, or ModelSummary in trainer.callbacks"),
+        "progress_bar_refresh_rate": old("set trainer.enable_progress_bar"),
+        "replace_sampler_ddp": old("set trainer.use_distributed_sampler"),
+        "track_grad_norm": serde_json::json!({"what": "Lightning has had it in version 1 only",
+            "remedy": "log the norm in on_before_optimizer_step", "unless_off": -1}),
+        "auto_lr_find": old("name LearningRateFinder in trainer.callbacks"),
+        "auto_scale_batch_size": old("name BatchSizeFinder in trainer.callbacks"),
+        "terminate_on_nan": old("set check_finite of EarlyStopping, or trainer.detect_anomaly"),
+        "amp_backend": old("set trainer.precision"),
+        "amp_level": old("set trainer.precision"),
+    })
+}
+
 /// Switches of a run, with Lightning's names and defaults.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
+#[schemars(extend("x-refused" = refused(), "x-no-effect" = serde_json::json!({"model_registry": "models are not uploaded"})))]
 pub struct TrainerConfig {
     /// Kind of hardware: `cpu`, `hpu`, `cuda`, or `auto` for the best there is (never an emulated one). A class such as
     /// `HPUAccelerator` is read as its name.

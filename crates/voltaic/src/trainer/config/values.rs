@@ -140,16 +140,21 @@ pub enum GradientClipAlgorithm {
 #[serde(tag = "class_path", content = "init_args", deny_unknown_fields)]
 pub enum PluginConfig {
     /// Precision on an HPU with lists of operators; in place of `trainer.precision`.
+    #[serde(alias = "HPUPrecisionPlugin")]
     HpuPrecisionPlugin(HpuPrecisionPlugin),
     /// Precision with a DeepSpeed strategy; in place of `trainer.precision`.
     DeepSpeedPrecisionPlugin(DeepSpeedPrecisionPlugin),
     /// The same on an HPU.
+    #[serde(alias = "HPUDeepSpeedPrecisionPlugin")]
     HpuDeepSpeedPrecisionPlugin(DeepSpeedPrecisionPlugin),
     /// Writes checkpoints while training continues.
+    #[serde(alias = "AsyncCheckpointIO")]
     AsyncCheckpointIo,
     /// Writes checkpoints with all tensors on the host first, as is done on an HPU anyway.
+    #[serde(alias = "HPUCheckpointIO")]
     HpuCheckpointIo,
     /// What the run does in a Slurm job.
+    #[serde(alias = "SLURMEnvironment")]
     SlurmEnvironment(SlurmEnvironment),
 }
 

@@ -37,9 +37,6 @@ pub(crate) fn resolve(config: &TrainerConfig, plan: &mut TrainPlan, problems: &m
     let mut found = deepspeed.check_beside(beside(config, num_ranks));
     plan.clip = deepspeed.clip_norm(config.gradient_clip_val).map(GradientClip::Norm);
     plan.checkpoints = deepspeed.settings.checkpoints();
-    if let Err(error) = deepspeed.zero() {
-        found.extend(error.problems);
-    }
     if !found.is_empty() {
         found.extend(deepspeed.settings.unknown_keys.iter().cloned());
     }
