@@ -18,6 +18,8 @@ use crate::checkpoint::progress::Progress;
 use crate::error::{CheckpointError, Problem, Result};
 use crate::precision::GradScaler;
 
+/// The key of Lightning's version in its files.
+const VERSION: &str = "pytorch-lightning_version";
 /// The version of Lightning whose files are written.
 const LIGHTNING_VERSION: &str = "2.6.6";
 
@@ -50,9 +52,14 @@ pub fn from_lightning(
     weights_only: bool,
 ) -> Result<Converted<Checkpoint>> {
     let state_dict = file.get("state_dict").unwrap_or(file);
-    let weights = weights_of(state_dict)?;
+    let mut weights = weights_of(state_dict)?;
     let fp8 = fp8_states(state_dict)?;
     let mut notes = Vec::new();
+    for wrapper in take_wrappers_off(&mut weights, file.get(VERSION).is_some()) {
+        notes.push(format!(
+            "`{wrapper}.` is taken off the names of weights: a wrapper of PyTorch has put it there"
+        ));
+    }
     let count = |key: &str| file.get(key).and_then(Value::as_i64).and_then(|n| u64::try_from(n).ok());
     let hyper_parameters = match file.get("hyper_parameters").map(Value::to_json) {
         Some(Ok(json)) => json,
@@ -83,6 +90,25 @@ pub fn from_lightning(
         }
     };
     Ok(Converted { value: Checkpoint { weights, training, meta, ..Checkpoint::default() }, notes })
+}
+
+/// Takes off what `torch.compile` and, in files that are not Lightning's, PyTorch's DDP put before names. Returns what was there.
+fn take_wrappers_off(weights: &mut [(String, Tensor)], is_lightning: bool) -> Vec<&'static str> {
+    const COMPILE: &str = "_orig_mod";
+    const DDP: &str = "module";
+    let mut found = Vec::new();
+    for (name, _) in &mut *weights {
+        if name.split('.').any(|part| part == COMPILE) {
+            *name = name.split('.').filter(|part| *part != COMPILE).collect::<Vec<_>>().join(".");
+            found = vec![COMPILE];
+        }
+    }
+    let of_ddp = |(name, _): &(String, Tensor)| name.split('.').next() == Some(DDP);
+    if !is_lightning && !weights.is_empty() && weights.iter().all(of_ddp) {
+        weights.iter_mut().for_each(|(name, _)| drop(name.drain(..=DDP.len())));
+        found.push(DDP);
+    }
+    found
 }
 
 fn weights_of(state_dict: &Value) -> Result<Vec<(String, Tensor)>> {
@@ -424,7 +450,7 @@ pub fn to_lightning(checkpoint: &Checkpoint) -> Result<Converted<Value>> {
     let mut file = vec![
         ("epoch", int(checkpoint.meta.epoch)),
         ("global_step", int(checkpoint.meta.global_step)),
-        ("pytorch-lightning_version", Value::Text(LIGHTNING_VERSION.to_owned())),
+        (VERSION, Value::Text(LIGHTNING_VERSION.to_owned())),
     ];
     let mut weights = checkpoint.weights.iter().collect::<Vec<_>>();
     let unused = Progress {

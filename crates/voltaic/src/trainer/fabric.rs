@@ -473,7 +473,7 @@ impl Fabric {
             let resumed = restore_training(session, loaded, path.to_path_buf())?;
             let rows = session.run.resume_loggers();
             agreed(session.run.world(), "write", &session.run.facts.log_dir, rows)?;
-            rng::set_states(&resumed.rng)
+            resumed.set_rng()
         })?;
         *self.seed.lock().unwrap_or_else(PoisonError::into_inner) = Some(self.run.seed);
         serde_json::from_value(module.state.take())

@@ -611,6 +611,28 @@ fn names_that_a_file_cannot_hold_are_refused() {
 }
 
 #[test]
+fn names_lose_what_wrappers_of_pytorch_put_before_them() {
+    let file = |names: &[&str], is_lightning: bool| {
+        let weights = names.iter().map(|name| (*name, Value::Tensor(Tensor::zeros([1], (Kind::Float, CPU)))));
+        let version = ("pytorch-lightning_version", Value::Text("2.6.6".to_owned()));
+        let entries = [("state_dict", Value::dict(weights))];
+        Value::dict(entries.into_iter().chain(is_lightning.then_some(version)))
+    };
+    for (names, is_lightning, expected) in [
+        (["_orig_mod.fc.weight", "_orig_mod.fc.bias"], true, ["fc.weight", "fc.bias"]),
+        (["net._orig_mod.fc.weight", "loss.scale"], true, ["net.fc.weight", "loss.scale"]),
+        (["module._orig_mod.weight", "module._orig_mod.bias"], false, ["weight", "bias"]),
+        (["module.weight", "module.bias"], true, ["module.weight", "module.bias"]),
+        (["module.weight", "head.bias"], false, ["module.weight", "head.bias"]),
+    ] {
+        let read = from_lightning(&file(&names, is_lightning), None, true).unwrap();
+        let found: Vec<&str> = read.value.weights.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(found, expected, "{:?}", read.notes);
+        assert_eq!(read.notes.is_empty(), names == expected, "{:?}", read.notes);
+    }
+}
+
+#[test]
 fn a_folder_of_deepspeed_is_told_from_one_of_voltaic() {
     let root = TempDir::new().unwrap();
     let folder = root.path().join("epoch=0.ckpt");

@@ -73,6 +73,28 @@ fn what_a_checkpoint_names_outside_its_folder_is_left_alone() {
 }
 
 #[test]
+fn a_generator_that_cannot_be_set_is_refused_with_its_file() {
+    let _rng = seeded(1);
+    let root = TempDir::new().unwrap();
+    saver(root.path())
+        .max_epochs(1)
+        .build()
+        .unwrap()
+        .fit(&mut Probe::logging(VAL_LOSSES), &mut loaders())
+        .unwrap();
+    let last = root.path().join("last.ckpt");
+    let mut checkpoint = Checkpoint::load(&last).unwrap();
+    let states = &mut checkpoint.training.as_mut().unwrap().rng;
+    states.iter_mut().for_each(|(_, state)| *state = state.narrow(0, 0, 3).copy());
+    checkpoint.save(&last).unwrap();
+    let mut trainer = saver(root.path()).max_epochs(2).build().unwrap();
+    let fit = trainer.ckpt_path(&last).fit(&mut Probe::logging(VAL_LOSSES), &mut loaders());
+    let error = fit.unwrap_err().to_string();
+    let expected = ["last.ckpt", "its random states cannot be set", "use another checkpoint"];
+    assert!(expected.iter().all(|part| error.contains(part)), "{error}");
+}
+
+#[test]
 fn the_last_checkpoint_overwrites_no_file_of_another_name() {
     let _rng = seeded(1);
     let root = TempDir::new().unwrap();

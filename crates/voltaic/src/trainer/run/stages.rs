@@ -250,7 +250,7 @@ impl<M: LightningModule> Session<'_, M> {
         if let Some(resumed) = resumed {
             let window = self.windows_of_epoch();
             resumed.find_position(self.run, self.plan, window)?;
-            rng::set_states(&resumed.rng)?;
+            resumed.set_rng()?;
             tracing::info!(
                 "resumed {} at global_step {}",
                 resumed.path.display(),

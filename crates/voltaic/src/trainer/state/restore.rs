@@ -8,6 +8,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
+use crate::accelerator::rng;
 use crate::callback::Callback;
 use crate::checkpoint::{
     Checkpoint, Failures, LoopState, OpenWindow, Part, RankState, Unread, exact, grad_name, is_deepspeed,
@@ -33,7 +34,7 @@ use crate::trainer::session::session::{Run, Session};
 pub(crate) struct Resumed {
     pub path: PathBuf,
     /// Random states, which are to be set when everything else is ready.
-    pub rng: Vec<(String, tch::Tensor)>,
+    rng: Vec<(String, tch::Tensor)>,
     /// Training batches of an epoch, and their size.
     shape: (usize, Option<usize>),
     /// Ranks of the run that has saved it.
@@ -510,6 +511,14 @@ fn grads_with_same_mean(
 }
 
 impl Resumed {
+    /// Sets the random states.
+    pub(crate) fn set_rng(&self) -> Result<()> {
+        rng::set_states(&self.rng).map_err(|error| {
+            let what = format!("its random states cannot be set: {}", error.into_problem("").what);
+            unusable(&self.path, what, "use another checkpoint, or load the weights alone")
+        })
+    }
+
     /// The position within an epoch that is cut into other batches: after the samples that were seen. Other data is refused. `window`
     /// are the batches of an accumulation window.
     pub(crate) fn find_position(&self, run: &mut Run, plan: &TrainPlan, window: u64) -> Result<()> {
