@@ -75,6 +75,7 @@ fn predictions_in_files() -> Result<()> {
     let writer = PredictionWriter::from(PredictionWriterConfig {
         output_dir: Some("predictions".into()),
         write_interval: WriteInterval::Epoch,
+        ..Default::default()
     });
     let mut net = Classifier::new(Mlp::new(MlpConfig::default())?);
     let mut trainer = on_one_hpu().limit_predict_batches(4).callback(writer).build()?;

@@ -227,20 +227,7 @@ fn expand(incoming: Node, view: &View<'_>) -> Node {
                     *node = Node::scalar(Value::String(class.name.to_owned()), node.origin.clone());
                 }
             }
-            // Lightning's classes take what stands beside the class here, such as `monitor`, as arguments
-            let class = data.get("class_path").and_then(Node::as_str).and_then(|name| view.class(name));
-            let has = |name: &str| {
-                class
-                    .as_ref()
-                    .is_some_and(|c| c.init_args.as_ref().is_some_and(|args| args.child(name).is_some()))
-            };
-            if let Some(Node { data: Data::Map(given), .. }) = data.get_mut("init_args") {
-                let moved: Vec<String> =
-                    given.keys().filter(|name| own.contains(&name.as_str()) && !has(name)).cloned().collect();
-                let moved: Vec<_> =
-                    moved.into_iter().filter_map(|name| given.shift_remove_entry(&name)).collect();
-                data.extend(moved);
-            }
+            lift_own_keys(&mut data, &own, view);
             if !arguments.is_empty() {
                 let arguments = Node { origin: origin.clone(), data: Data::Map(arguments) };
                 data.insert("init_args".to_owned(), arguments);
@@ -249,6 +236,18 @@ fn expand(incoming: Node, view: &View<'_>) -> Node {
         }
         data => Node { origin, data },
     }
+}
+
+/// Takes what stands beside a class here, such as `monitor`, out of its arguments, where Lightning's classes have it.
+fn lift_own_keys(data: &mut IndexMap<String, Node>, own: &[&str], view: &View<'_>) {
+    let class = data.get("class_path").and_then(Node::as_str).and_then(|name| view.class(name));
+    let arguments = class.and_then(|class| class.init_args);
+    let has = |name: &str| arguments.as_ref().is_some_and(|arguments| arguments.child(name).is_some());
+    let Some(Node { data: Data::Map(given), .. }) = data.get_mut("init_args") else { return };
+    let names = given.keys().filter(|name| own.contains(&name.as_str()) && !has(name)).cloned();
+    let names: Vec<String> = names.collect();
+    let lifted: Vec<_> = names.iter().filter_map(|name| given.shift_remove_entry(name)).collect();
+    data.extend(lifted);
 }
 
 /// Whether a text could be a class with the modules before it, and is not a path or a sentence.

@@ -161,75 +161,79 @@ impl CheckpointIo for KeepsRows {
     }
 }
 
+/// A run that fails at a batch in a step, hook or validation; its files of rows.
+fn fit_with_rows(
+    root: &Path,
+    ckpt: Option<&Path>,
+    (fails_at, fails_in): (u64, &'static str),
+) -> [PathBuf; 2] {
+    let _rng = crate::rng::seeded(1);
+    let list = json!([
+        {"class_path": "CSVLogger", "init_args": {"version": "v", "plots": false, "flush_logs_every_n_steps": 1}},
+        {"class_path": "JsonLinesLogger", "init_args": {"version": "v"}},
+    ]);
+    let saver = ModelCheckpointConfig {
+        dirpath: Some(root.join("saved")),
+        save_top_k: -1,
+        every_n_epochs: Some(1),
+        save_on_exception: true,
+        ..Default::default()
+    };
+    let saved = root.join("saved");
+    let hooks = LambdaCallback::new()
+        .on_train_batch_start(|ctx, _| {
+            let batch = ctx.progress().total_batches;
+            ctx.log_metrics(vec![("own".to_owned(), batch as f64)], 1000 - batch);
+            Ok(())
+        })
+        .on_train_batch_end(move |ctx, _| {
+            let batch = ctx.progress().total_batches;
+            anyhow::ensure!(batch != fails_at || fails_in != "hook", "the run ends here");
+            ctx.request_checkpoint(full_checkpoint(saved.join(format!("batch={batch}.ckpt"))));
+            Ok(())
+        });
+    let batch = Arc::new(AtomicU64::new(0));
+    let counted = batch.clone();
+    let counts = LambdaCallback::new().on_train_batch_start(move |ctx, _| {
+        counted.store(ctx.progress().total_batches + 1, Ordering::Relaxed);
+        Ok(())
+    });
+    let fails = move |place| batch.load(Ordering::Relaxed) == fails_at && fails_in == place;
+    let fails_in_validation = fails.clone();
+    let mut net = Probe {
+        train: Box::new(move |_, loss, ctx| {
+            ctx.log("train_loss", &loss).on_epoch(true);
+            ctx.log("step", 500.0 - ctx.global_step() as f64);
+            anyhow::ensure!(!fails("step"), "the run ends here");
+            Ok(loss)
+        }),
+        validate: Some(Box::new(move |_, loss, ctx| {
+            ctx.log("val_loss", &loss).on_step(true).on_epoch(true);
+            anyhow::ensure!(!fails_in_validation("validation") || ctx.batch_idx() == 0, "the run ends here");
+            Ok(loss)
+        })),
+        ..Probe::default()
+    };
+    let folder = root.join("lightning_logs/v");
+    let builder = logging_to(root).logger(loggers(list)).callback(hooks).callback(counts);
+    let builder = builder.val_check_interval(3).accumulate_grad_batches(2_u64).log_every_n_steps(1_u64);
+    let builder = builder.num_sanity_val_steps(0).checkpoint_io(KeepsRows(folder.clone()));
+    let mut trainer = resumed(builder.callback(ModelCheckpoint::new(saver).unwrap()), ckpt);
+    let _ = trainer.fit(&mut net, &mut loaders());
+    FILES.map(|name| folder.join(name))
+}
+
 /// Rows of a resumed run, in the folder that the user chose, are those of an uninterrupted one: also with steps that are not those of
 /// the optimizer, within an accumulation window, after a failure, and if the run was killed as soon as it had written the checkpoint.
 #[test]
 fn a_resumed_run_keeps_the_rows_before_its_checkpoint() {
-    let fit = |root: &Path, ckpt: Option<&Path>, (fails_at, fails_in): (u64, &'static str)| {
-        let _rng = crate::rng::seeded(1);
-        let list = json!([
-            {"class_path": "CSVLogger", "init_args": {"version": "v", "plots": false, "flush_logs_every_n_steps": 1}},
-            {"class_path": "JsonLinesLogger", "init_args": {"version": "v"}},
-        ]);
-        let saver = ModelCheckpointConfig {
-            dirpath: Some(root.join("saved")),
-            save_top_k: -1,
-            every_n_epochs: Some(1),
-            save_on_exception: true,
-            ..Default::default()
-        };
-        let saved = root.join("saved");
-        let hooks = LambdaCallback::new()
-            .on_train_batch_start(|ctx, _| {
-                let batch = ctx.progress().total_batches;
-                ctx.log_metrics(vec![("own".to_owned(), batch as f64)], 1000 - batch);
-                Ok(())
-            })
-            .on_train_batch_end(move |ctx, _| {
-                let batch = ctx.progress().total_batches;
-                anyhow::ensure!(batch != fails_at || fails_in != "hook", "the run ends here");
-                ctx.request_checkpoint(full_checkpoint(saved.join(format!("batch={batch}.ckpt"))));
-                Ok(())
-            });
-        let batch = Arc::new(AtomicU64::new(0));
-        let counted = batch.clone();
-        let counts = LambdaCallback::new().on_train_batch_start(move |ctx, _| {
-            counted.store(ctx.progress().total_batches + 1, Ordering::Relaxed);
-            Ok(())
-        });
-        let fails = move |place| batch.load(Ordering::Relaxed) == fails_at && fails_in == place;
-        let fails_in_validation = fails.clone();
-        let mut net = Probe {
-            train: Box::new(move |_, loss, ctx| {
-                ctx.log("train_loss", &loss).on_epoch(true);
-                ctx.log("step", 500.0 - ctx.global_step() as f64);
-                anyhow::ensure!(!fails("step"), "the run ends here");
-                Ok(loss)
-            }),
-            validate: Some(Box::new(move |_, loss, ctx| {
-                ctx.log("val_loss", &loss).on_step(true).on_epoch(true);
-                anyhow::ensure!(
-                    !fails_in_validation("validation") || ctx.batch_idx() == 0,
-                    "the run ends here"
-                );
-                Ok(loss)
-            })),
-            ..Probe::default()
-        };
-        let folder = root.join("lightning_logs/v");
-        let builder = logging_to(root).logger(loggers(list)).callback(hooks).callback(counts);
-        let builder = builder.val_check_interval(3).accumulate_grad_batches(2_u64).log_every_n_steps(1_u64);
-        let builder = builder.num_sanity_val_steps(0).checkpoint_io(KeepsRows(folder.clone()));
-        let mut trainer = resumed(builder.callback(ModelCheckpoint::new(saver).unwrap()), ckpt);
-        let _ = trainer.fit(&mut net, &mut loaders());
-        FILES.map(|name| folder.join(name))
-    };
     let whole = TempDir::new().unwrap();
-    let expected = fit(whole.path(), None, (0, "")).map(|path| std::fs::read_to_string(path).unwrap());
+    let expected =
+        fit_with_rows(whole.path(), None, (0, "")).map(|path| std::fs::read_to_string(path).unwrap());
     assert!(expected.iter().all(|text| text.lines().count() > 20), "{expected:?}");
     for end in [(4, "step"), (6, "validation"), (8, "hook"), (9, "validation"), (0, "")] {
         let folder = TempDir::new().unwrap();
-        let left = fit(folder.path(), None, end);
+        let left = fit_with_rows(folder.path(), None, end);
         let saved = files(&folder.path().join("saved"));
         for saved in saved.iter().filter(|path| path.extension().is_some_and(|extension| extension == "ckpt"))
         {
@@ -243,7 +247,7 @@ fn a_resumed_run_keeps_the_rows_before_its_checkpoint() {
                     let text = std::fs::read_to_string(left).unwrap();
                     std::fs::write(logs.join(name), format!("{text}{half}")).unwrap();
                 }
-                let found = fit(other.path(), Some(saved), (0, ""))
+                let found = fit_with_rows(other.path(), Some(saved), (0, ""))
                     .map(|path| std::fs::read_to_string(path).unwrap());
                 assert_eq!(
                     found,
