@@ -93,6 +93,8 @@ pub struct RankState {
     pub metrics: Vec<(String, Tensor)>,
     /// States of its random number generators, by device name.
     pub rng: Vec<(String, Tensor)>,
+    /// Scales and histories of its layers that compute in float8, by fqn and name.
+    pub fp8: Vec<(String, Tensor)>,
     /// The values that it logged in an epoch that was not over.
     pub logged: serde_json::Value,
 }
@@ -167,6 +169,7 @@ impl TrainingState {
             grads: shared(&self.grads)?,
             metrics: shared(&self.metrics)?,
             rng: shared(&self.rng)?,
+            fp8: shared(&self.fp8)?,
             logged: self.json["metrics"].clone(),
         })
     }
@@ -207,6 +210,7 @@ impl TrainingState {
                 grads: converted(&rank.grads, convert)?,
                 metrics: converted(&rank.metrics, convert)?,
                 rng: converted(&rank.rng, convert)?,
+                fp8: converted(&rank.fp8, convert)?,
                 logged: rank.logged.clone(),
             })
         };

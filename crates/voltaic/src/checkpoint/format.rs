@@ -105,22 +105,23 @@ pub(super) fn named_tensors(checkpoint: &Checkpoint) -> Vec<(String, &Tensor)> {
     let mut named: Vec<(String, &Tensor)> =
         shared_tensors(checkpoint).into_iter().map(|(name, tensor, _)| (name, tensor)).collect();
     let Some(training) = &checkpoint.training else { return named };
-    let own = tensors_of_rank(&training.grads, &training.metrics, &training.rng);
+    let own = tensors_of_rank(&training.grads, &training.metrics, &training.rng, &[]);
     named.extend(own.map(|(n, t)| (format!("{PREFIX}{n}"), t)));
     for (rank, state) in (1..).zip(&training.ranks) {
-        let own = tensors_of_rank(&state.grads, &state.metrics, &state.rng);
+        let own = tensors_of_rank(&state.grads, &state.metrics, &state.rng, &state.fp8);
         named.extend(own.map(|(n, t)| (format!("{PREFIX}rank.{rank}.{n}"), t)));
     }
     named
 }
 
-/// The local state of a rank, with names.
+/// The local state of a rank, with names; scales in float8 of rank 0 have their names among the tensors of all ranks.
 pub(super) fn tensors_of_rank<'a>(
-    grads: &'a NamedTensors,
-    metrics: &'a NamedTensors,
-    rng: &'a NamedTensors,
+    grads: &'a [(String, Tensor)],
+    metrics: &'a [(String, Tensor)],
+    rng: &'a [(String, Tensor)],
+    fp8: &'a [(String, Tensor)],
 ) -> impl Iterator<Item = (String, &'a Tensor)> {
-    let lists = [("grad", grads), ("metric", metrics), ("rng", rng)];
+    let lists = [("grad", grads), ("metric", metrics), ("rng", rng), ("fp8", fp8)];
     lists
         .into_iter()
         .flat_map(|(kind, list)| list.iter().map(move |(name, tensor)| (format!("{kind}.{name}"), tensor)))
@@ -132,6 +133,7 @@ pub(super) fn add_to_rank(state: &mut RankState, name: &str, tensor: Tensor) -> 
         Some(("grad", fqn)) => state.grads.push((fqn.to_owned(), tensor)),
         Some(("metric", name)) => state.metrics.push((name.to_owned(), tensor)),
         Some(("rng", device)) => state.rng.push((device.to_owned(), tensor)),
+        Some(("fp8", name)) => state.fp8.push((name.to_owned(), tensor)),
         _ => return false,
     }
     true
@@ -139,7 +141,7 @@ pub(super) fn add_to_rank(state: &mut RankState, name: &str, tensor: Tensor) -> 
 
 /// A rank's own state as one message for rank 0: a safetensors file.
 pub(crate) fn rank_to_bytes(state: &RankState) -> Result<Vec<u8>> {
-    let tensors = tensors_of_rank(&state.grads, &state.metrics, &state.rng).collect();
+    let tensors = tensors_of_rank(&state.grads, &state.metrics, &state.rng, &state.fp8).collect();
     let metadata = HashMap::from([(METADATA_KEY.to_owned(), state.logged.to_string())]);
     let mut bytes = Vec::new();
     let planned = planned(&tensors, "the state of a rank")?;
@@ -595,6 +597,7 @@ mod tests {
                         grads: vec![("fc.weight".into(), tensor(Kind::Float))],
                         metrics: vec![("accuracy.tp".into(), tensor(Kind::Int64))],
                         rng: vec![("hpu:2".into(), tensor(Kind::Uint8))],
+                        fp8: vec![("fc/scale_fwd".into(), tensor(Kind::Float))],
                         logged: serde_json::Value::Null,
                     },
                 ],

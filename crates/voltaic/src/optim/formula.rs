@@ -180,6 +180,11 @@ macro_rules! formula_optimizer {
                 <Self as $crate::optim::formula::Formula>::IS_ELEMENTWISE
             }
 
+            /// The others take norms of parameters.
+            fn needs_whole_parameters(&self) -> bool {
+                !self.is_elementwise()
+            }
+
             fn build(
                 &self,
                 groups: Vec<$crate::optim::param_group::ParamGroupSpec>,

@@ -8,11 +8,18 @@ use tch::{Kind, Tensor};
 
 use super::folder::{SwapFolder, mapped};
 use crate::dtype::bytes_of;
-use crate::error::{ConfigError, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::ffi::{AlignedBuffer, DIRECT_ALIGN, FileEngine, NamedFile, Transfer};
 
 /// Tensors of fewer bytes stay in memory: a disk takes as long for them as for as many.
 const MIN_BYTES: usize = 1 << 20;
+
+/// The error of a setting of buffers, with its name in a class's arguments, too.
+fn too_small(section: &str, setting: &str, what: String, how: &str) -> Error {
+    let argument = if section == "offload_param" { "params" } else { "optimizer" };
+    let remedy = format!("raise {setting} ({argument}_{setting} as an argument of DeepSpeedStrategy){how}");
+    ConfigError::new(format!("zero_optimization.{section}.{setting}"), what, remedy).into()
+}
 
 /// The buffers of a [`SwapStore`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -174,8 +181,7 @@ impl SwapStore {
             return Ok(());
         };
         let what = format!("{name} has {bytes} bytes, and a buffer {buffer_bytes}");
-        let key = format!("zero_optimization.{section}.buffer_size");
-        Err(ConfigError::new(key, what, "raise buffer_size, which counts elements, or use more ranks").into())
+        Err(too_small(section, "buffer_size", what, ", which counts elements, or use more ranks"))
     }
 
     /// Stores a copy of a tensor in the place of one of that name, and waits until it is there.
@@ -383,8 +389,7 @@ impl SwapStore {
                 }
                 let SwapOptions { section, buffer_count, .. } = self.options;
                 let what = format!("all {buffer_count} buffers are in use, and one more is needed");
-                let key = format!("zero_optimization.{section}.buffer_count");
-                return Err(ConfigError::new(key, what, "raise buffer_count").into());
+                return Err(too_small(section, "buffer_count", what, ""));
             }
             self.finish_oldest_write()?;
         }

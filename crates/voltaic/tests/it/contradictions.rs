@@ -51,7 +51,7 @@ fn compile_is_refused_beside_what_it_cannot_be_combined_with() {
                 "leave out trainer.compile or trainer.graph",
             ],
         ),
-        (|t| t.compile(CompileBackend::HpuBackend).strategy("ddp").devices(2), &["several ranks"]),
+        (|t| t.compile(CompileBackend::HpuBackend).strategy("ddp").devices(2), &["a strategy of ranks"]),
         (|t| t.compile(CompileBackend::HpuBackend).detect_anomaly(true), &["detect_anomaly"]),
     ];
     for (build, expected) in cases {

@@ -325,6 +325,12 @@ fn arguments_without_effect_are_named() {
     ] {
         assert!(code == Some(0) && text.contains(expected), "{expected}: {code:?} {text}");
     }
+    let elsewhere = ["stage=3", "offload_parameters=true", "remote_device=nvme"]
+        .map(|own| format!("--trainer.strategy.{own}"));
+    let (code, text) = short_fit(&[class, &elsewhere[0], &elsewhere[1], &elsewhere[2]], &[]);
+    let expected =
+        "trainer.strategy.remote_device has no effect: weights are where offload_params_device says";
+    assert!(code == Some(0) && text.contains(expected), "{code:?} {text}");
     let own = [class, idle[0], idle[1], kept, "--trainer.strategy.stage=3", "--trainer.precision=16-true"];
     let (code, text) = short_fit(&own, &[]);
     assert!(code == Some(0) && !text.contains("has no effect"), "{code:?} {text}");

@@ -304,7 +304,8 @@ fn buffers_that_do_not_suffice_are_named() {
     let error = store.take("c").expect_err("there is no buffer for it").to_string();
     assert_eq!(
         error,
-        "zero_optimization.offload_optimizer.buffer_count: all 2 buffers are in use, and one more is needed; raise buffer_count"
+        "zero_optimization.offload_optimizer.buffer_count: all 2 buffers are in use, and one more is needed; raise buffer_count \
+         (optimizer_buffer_count as an argument of DeepSpeedStrategy)"
     );
     let [a, b] = held;
     store.give_back("a", a);

@@ -44,14 +44,14 @@ pub fn write_folder(checkpoint: &Checkpoint, path: &Path, ranks: usize) -> Resul
         let json = training.json.clone();
         let optimizers = training.optimizers.iter().map(|_| Vec::new()).collect();
         let mut state = TrainingState { optimizers, json, ..TrainingState::default() };
-        let RankState { grads, metrics, rng, .. } = shared(if rank == 0 { &own } else { &others[rank - 1] });
-        (state.grads, state.metrics, state.rng) = (grads, metrics, rng);
+        let RankState { grads, metrics, rng, fp8, .. } =
+            shared(if rank == 0 { &own } else { &others[rank - 1] });
+        (state.grads, state.metrics, state.rng, state.fp8) = (grads, metrics, rng, fp8);
         if rank > 0 {
             state.json["metrics"] = others[rank - 1].logged.clone();
         } else {
             state.callbacks = shared_list(&training.callbacks);
             state.module = shared_list(&training.module);
-            state.fp8 = shared_list(&training.fp8);
         }
         let meta = checkpoint.meta.clone();
         all.push(Checkpoint { training: Some(state), meta, ..Checkpoint::default() });
@@ -124,9 +124,9 @@ fn local_states(training: &TrainingState, ranks: usize) -> Option<(RankState, Ve
 }
 
 fn shared(state: &RankState) -> RankState {
-    let RankState { grads, metrics, rng, logged } = state;
-    let (grads, metrics, rng) = (shared_list(grads), shared_list(metrics), shared_list(rng));
-    RankState { grads, metrics, rng, logged: logged.clone() }
+    let RankState { grads, metrics, rng, fp8, logged } = state;
+    let [grads, metrics, rng, fp8] = [grads, metrics, rng, fp8].map(|tensors| shared_list(tensors));
+    RankState { grads, metrics, rng, fp8, logged: logged.clone() }
 }
 
 fn shared_list(tensors: &[(String, Tensor)]) -> Vec<(String, Tensor)> {

@@ -14,7 +14,7 @@ use tch::Tensor;
 use super::folder::{INDEX, exchange, file_name, flush_folder, is_own_folder, remove_folder};
 use super::index::{Entry, FileEntry, Index};
 use crate::checkpoint::atomic::temporary_folder;
-use crate::checkpoint::checkpoint::{Checkpoint, CheckpointMeta, FORMAT_VERSION, Part};
+use crate::checkpoint::checkpoint::{Checkpoint, CheckpointMeta, FORMAT_VERSION, Part, TrainingState};
 use crate::checkpoint::chunk::{Chunk, usizes};
 use crate::checkpoint::format::{
     OWN, cannot_hold, check_names, check_unique, dtype, later_than_all, metadata_at, shared_tensors,
@@ -276,7 +276,8 @@ pub(super) fn own_tensors(checkpoint: &Checkpoint, rank: usize) -> Result<Vec<Ow
         }
     }
     if let Some(training) = &checkpoint.training {
-        for (name, values) in tensors_of_rank(&training.grads, &training.metrics, &training.rng) {
+        let TrainingState { grads, metrics, rng, fp8, .. } = training;
+        for (name, values) in tensors_of_rank(grads, metrics, rng, if rank == 0 { &[] } else { fp8 }) {
             own.push(OwnTensor { planned: planned(format!("{OWN}{name}"), values)?, values, place: None });
         }
     }

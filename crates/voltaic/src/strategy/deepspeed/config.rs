@@ -419,7 +419,10 @@ impl DeepSpeedStrategy {
         ];
         let any_file = in_files[0] || in_files[1];
         for (key, counts) in [
-            ("remote_device", params || self.stage < 3),
+            (
+                "remote_device",
+                self.remote_device.as_ref() == Some(&self.offload_params_device) || self.stage < 3,
+            ),
             ("offload_optimizer_device", optimizer),
             ("offload_params_device", params),
             ("pin_memory", optimizer || params),
@@ -435,8 +438,11 @@ impl DeepSpeedStrategy {
             ("thread_count", any_file),
         ] {
             if differs(key) && !counts {
-                let what =
-                    if optimizer || params { "nothing of this is offloaded" } else { "nothing is offloaded" };
+                let what = match optimizer || params {
+                    true if key == "remote_device" => "weights are where offload_params_device says",
+                    true => "nothing of this is offloaded",
+                    false => "nothing is offloaded",
+                };
                 kept.push(format!("trainer.strategy.{key} has no effect: {what}"));
             }
         }

@@ -306,6 +306,7 @@ impl Reducer {
             self.units.iter_mut().for_each(Unit::note_copied);
         }
         let Some(votes) = self.votes.take() else { return Ok(Votes::default()) };
+        self.moved.steps.fetch_add(1, Ordering::Relaxed); // also of steps that are left out
         let _named = collective_scope("gradients that there are");
         let had =
             self.units.iter().flat_map(|unit| unit.had_grad.iter().map(|had| f32::from(u8::from(*had))));
@@ -408,7 +409,6 @@ impl Reducer {
     /// Before an optimizer's step: copies into the parts what was written to weights by hand, and reshards the weights that are not in
     /// use.
     pub fn begin_update(&mut self) -> Result<()> {
-        self.moved.steps.fetch_add(1, Ordering::Relaxed);
         self.take_changes()?;
         self.units.iter_mut().try_for_each(|unit| {
             unit.wait_for_gather()?;

@@ -151,12 +151,18 @@ pub(super) fn moved_per_step(moved: &Moved) -> Option<String> {
 
 /// What was in files and moved there per optimizer step, as a sentence.
 pub(super) fn swapped_per_step(stats: StoreStats, files: &Files, moved: &Moved) -> String {
-    let StoreStats { file_bytes, buffer_bytes, read_bytes, written_bytes, waited, .. } = stats;
+    let StoreStats { file_bytes, kept_bytes, buffer_bytes, read_bytes, written_bytes, waited } = stats;
     let steps = moved.steps.load(Ordering::Relaxed).max(1);
     let size = |bytes: u64| format_size(usize::try_from(bytes).unwrap_or(usize::MAX));
     let per_step = |bytes: u64| size(bytes / steps as u64);
     let [busy, waited, updating] =
         [files.busy(), waited, files.updating].map(|time| time.as_secs_f64() / steps as f64);
+    if file_bytes == 0 {
+        return format!(
+            "nothing in files: {} are in tensors below aio.min_bytes, which stay in memory",
+            format_size(kept_bytes)
+        );
+    }
     let hidden = 100.0 * (1.0 - waited / busy.max(waited).max(f64::MIN_POSITIVE));
     format!(
         "{} in files with buffers of {}, read {} and wrote {} per step: {busy:.3} s, of which training waited for {waited:.3} s \

@@ -198,9 +198,11 @@ fn check_graph(config: &TrainerConfig, accelerator: &str, ranks: &RankPlan, prob
         problems.add("graph", what, "set trainer.graph=off, or trainer.detect_anomaly=false");
     }
     if config.graph == GraphMode::Step && ranks.strategy.is_distributed() {
-        let what =
-            format!("graph={} with several ranks: a replay would not average their gradients", config.graph);
-        problems.add("graph", what, "set trainer.graph=modules or off, or train on one device");
+        let what = format!(
+            "graph={} with a strategy of ranks: a replay would not average their gradients",
+            config.graph
+        );
+        problems.add("graph", what, "set trainer.graph=modules or off, or strategy=auto on one device");
     }
 }
 
@@ -224,9 +226,9 @@ fn check_compile(config: &TrainerConfig, accelerator: &str, ranks: &RankPlan, pr
     }
     if ranks.strategy.is_distributed() {
         let what = format!(
-            "compile={backend} with several ranks: a compiled step would not average their gradients"
+            "compile={backend} with a strategy of ranks: a compiled step would not average their gradients"
         );
-        problems.add("compile", what, "leave trainer.compile out, or train on one device");
+        problems.add("compile", what, "leave trainer.compile out, or set strategy=auto on one device");
     }
 }
 

@@ -67,6 +67,7 @@ pub(crate) fn own_state<M: LightningModule>(session: &Session<M>) -> Result<Rank
         grads: pending_grads(session)?,
         metrics: session.run.log.metrics.metric_states()?,
         rng: rng::states(session.plan.device)?,
+        fp8: fp8_state_dict(session.module.as_dyn())?,
         logged: logged_values(session)?,
     })
 }

@@ -236,7 +236,10 @@ pub(crate) fn restore_module<M: LightningModule>(
     restore_weights(session, loaded, path)?;
     let checkpoint = &loaded.checkpoint;
     let Some(training) = &checkpoint.training else { return Ok(()) };
-    load_fp8_state_dict(session.module.as_dyn(), &training.fp8)?;
+    // without reduce_amax each rank has scales of its own
+    let own = session.run.world().rank.checked_sub(1).and_then(|index| training.ranks.get(index));
+    let fp8 = own.map(|own| &own.fp8).filter(|fp8| !fp8.is_empty()).unwrap_or(&training.fp8);
+    load_fp8_state_dict(session.module.as_dyn(), fp8)?;
     let state = read_state(&training.json, path)?;
     let action = session.profile_hook("on_load_checkpoint")?;
     let tensors =
@@ -290,6 +293,7 @@ pub(crate) fn restore_training<M: LightningModule>(
         grads: training.grads,
         metrics: training.metrics,
         rng: training.rng,
+        fp8: training.fp8,
         logged: Value::Null,
     };
     let ranks = state.world_size.unwrap_or(match training.ranks.len() {
