@@ -140,7 +140,7 @@ impl Chain<'_> {
     /// Computes the outputs, by all threads.
     ///
     /// # Safety
-    /// Inputs and outputs must be there during the call, used by nobody else. An output may lie where an input of `len` numbers of
+    /// Inputs and outputs must be valid during the call, and no other thread may use them. An output may lie where an input of `len` numbers of
     /// its format lies, otherwise it shares no memory with any of them.
     ///
     /// # Panics
@@ -215,7 +215,7 @@ fn store(output: &ChainOutput, start: usize, register: &[f32]) {
     let len = register.len();
     match output.dtype {
         Dtype::Float32 => {
-            // SAFETY: `Chain::run` asks for so many numbers there, which nobody else uses; threads write other parts.
+            // SAFETY: the caller of `Chain::run` gives as many numbers there, for this call alone; each thread writes its own part.
             let numbers = unsafe { slice_mut_of(output.data.cast::<f32>().add(start), len) };
             narrow(numbers, register);
         }

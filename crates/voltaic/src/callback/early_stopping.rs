@@ -1,4 +1,4 @@
-//! Ends training when a metric stops to improve.
+//! Ends training when a metric stops improving.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -83,7 +83,7 @@ struct State {
     stopping_reason_message: Option<String>,
 }
 
-/// Asks the run to stop when a metric stops to improve; see [`EarlyStoppingConfig`]. A `fast_dev_run` is not stopped.
+/// Asks the run to stop when a metric stops improving; see [`EarlyStoppingConfig`]. A `fast_dev_run` is not stopped.
 ///
 /// `min_epochs` and `min_steps` delay the stop. A new best value before they are reached cancels it; Lightning keeps it. A resumed run
 /// that was stopped trains nothing, unless `patience` is larger now. Source: Lightning's `EarlyStopping`.

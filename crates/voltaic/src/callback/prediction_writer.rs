@@ -53,7 +53,7 @@ pub struct PredictionWriterConfig {
     pub output_dir: Option<PathBuf>,
     /// `batch` for a file per batch of each rank, `epoch` for one file at the end, `batch_and_epoch` for both.
     pub write_interval: WriteInterval,
-    /// Goes on behind the batches whose files are in `output_dir`, from a run that was interrupted. Needs `output_dir`, and
+    /// Continues after the batches whose files are in `output_dir`, of a run that was interrupted. Needs `output_dir`, and
     /// `write_interval=batch`.
     pub resume: bool,
 }
@@ -108,7 +108,7 @@ pub trait WritePredictions: Send {
         Ok(())
     }
 
-    /// How many batches of a loader are written already, from its beginning. Prediction goes on behind them.
+    /// How many batches of a loader are written already, from its beginning. Prediction continues after them.
     fn written(&self, dataloader_idx: usize) -> usize {
         0
     }
@@ -147,8 +147,8 @@ pub trait WritePredictions: Send {
 /// Tensors that `predict_step` gives by name (`ctx.output("boxes", &boxes)`) are written beside `prediction`, by their names. A
 /// value that is no tensor is refused: write it with a [`WritePredictions`] of your own, which finds it in `ctx.outputs()`.
 ///
-/// `-<rank>` is there if there are several ranks with other batches. With `resume=true`, a run that was interrupted goes on behind the
-/// batches whose files are there; `predictions.json` tells the ranks and weights that they are of, and others are refused. With `write_interval=batch` and `trainer.return_predictions(false)` no
+/// `-<rank>` is there if there are several ranks with other batches. With `resume=true`, a run that was interrupted continues after
+/// the batches whose files are there; `predictions.json` tells the ranks and weights that they are of, and others are refused. With `write_interval=batch` and `trainer.return_predictions(false)` no
 /// prediction is kept in memory.
 pub struct PredictionWriter {
     interval: WriteInterval,
@@ -260,7 +260,7 @@ fn agreed(ctx: &HookContext, done: anyhow::Result<()>) -> anyhow::Result<()> {
 #[derive(Default)]
 struct SafetensorsWriter {
     output_dir: Option<PathBuf>,
-    /// When it writes, if it goes on behind the files of batches that are there.
+    /// When it writes, if it continues after the files of batches that are there.
     resumes: Option<WriteInterval>,
     /// In which folders files of batches are, and what is behind their numbers, once it goes on.
     found: Option<(PathBuf, String)>,

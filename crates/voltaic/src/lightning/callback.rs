@@ -74,7 +74,7 @@ pub trait Callback: Send {
     }
 
     /// How many batches of a loader, from its beginning, `predict` is not to run again, since what it predicted for them is written.
-    /// Asked for behind `on_predict_epoch_start`; all ranks begin behind the fewest of a rank.
+    /// Called after `on_predict_epoch_start`; all ranks begin after the fewest that one of them has.
     fn predicted_batches(&self, dataloader_idx: usize) -> usize {
         let _ = dataloader_idx;
         0

@@ -21,7 +21,7 @@ use crate::trainer::config::searches::{BatchSizeFinderConfig, LearningRateFinder
 pub enum CallbackConfig {
     /// Saves checkpoints.
     ModelCheckpoint(ModelCheckpointConfig),
-    /// Ends training when a metric stops to improve.
+    /// Ends training when a metric stops improving.
     EarlyStopping(EarlyStoppingConfig),
     /// Gives the loggers the learning rates.
     LearningRateMonitor(LearningRateMonitorConfig),
