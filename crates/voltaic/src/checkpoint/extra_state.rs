@@ -17,7 +17,7 @@ fn fqn_of(name: &str) -> Option<&str> {
 }
 
 /// Whether an entry of a state dict is the extra state of a layer: bytes, as a tensor or a buffer.
-pub(super) fn is_extra_state(name: &str, value: &Value) -> bool {
+pub(in crate::checkpoint) fn is_extra_state(name: &str, value: &Value) -> bool {
     let is_bytes = match value {
         Value::Bytes(_) => true,
         Value::Tensor(tensor) => tensor.kind() == Kind::Uint8 && tensor.dim() == 1,

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use tch::{Kind, Tensor};
 use voltaic::Module;
 use voltaic::checkpoint::pickle::Value;
-use voltaic::checkpoint::{Checkpoint, fp8_extra_state, from_lightning, read_torch, write_torch};
+use voltaic::checkpoint::{
+    Checkpoint, DeepSpeedRead, fp8_extra_state, from_lightning, read_deepspeed, read_torch, write_torch,
+};
 use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::functional::mse_loss;
 use voltaic::nn::{Callable, te};
@@ -163,4 +165,25 @@ fn parts_of_an_extra_state_are_errors() {
             let _ = read(&changed); // an error or other numbers, and no panic
         }
     }
+}
+
+/// A folder as DeepSpeed writes it without ZeRO has the same states among its weights.
+#[test]
+fn folders_of_deepspeed_have_them_in_both_forms() {
+    let Value::Dict(entries) = read_torch(&file()).unwrap() else { panic!("no dictionary") };
+    let states = entries.into_iter().filter_map(|(key, value)| match (key.as_str()?, value) {
+        ("state_dict", state_dict) => Some(("module".to_owned(), state_dict)),
+        ("optimizer_states", Value::List(mut optimizers)) => {
+            Some(("optimizer".to_owned(), optimizers.remove(0)))
+        }
+        _ => None,
+    });
+    let states = Value::dict(states.chain([("global_steps".to_owned(), Value::Int(1))]).collect::<Vec<_>>());
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::create_dir(folder.path().join("step1")).unwrap();
+    std::fs::write(folder.path().join("latest"), "step1").unwrap();
+    write_torch(&states, &folder.path().join("step1/mp_rank_00_model_states.pt")).unwrap();
+    let read = read_deepspeed(folder.path(), &DeepSpeedRead::default()).unwrap();
+    assert_eq!(read.value.weights.len(), 6);
+    assert_same("a folder", &read.value.training.unwrap().fp8, &expected());
 }

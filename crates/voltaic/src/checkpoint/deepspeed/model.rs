@@ -8,6 +8,7 @@ use tch::Tensor;
 use super::folder::{Folder, refuse};
 use super::layout::{FlatParam, own_name};
 use crate::checkpoint::budget::ReadLimits;
+use crate::checkpoint::extra_state::is_extra_state;
 use crate::checkpoint::pickle::Value;
 use crate::checkpoint::torch_file::read_torch_within;
 use crate::error::Result;
@@ -78,6 +79,8 @@ pub(super) struct Model {
     /// The weights in the module's order, under their own names; in stage 3 those of parameters are empty.
     weights: Vec<(String, Tensor)>,
     places: HashMap<String, usize>,
+    /// Extra states of layers that are no tensors.
+    pub extra_states: Vec<(String, Value)>,
     /// Parameters of each flat buffer; none without ZeRO.
     pub flats: Option<Vec<Vec<FlatParam>>>,
     /// Other names of parameters, each with the name that they have elsewhere.
@@ -99,7 +102,7 @@ impl Model {
             let what = "it has no `module`: the weights are elsewhere, as those of a pipeline";
             return refuse(first, what, "save without pipeline stages");
         };
-        let (mut weights, mut places) = (Vec::new(), HashMap::new());
+        let (mut weights, mut places, mut extra_states) = (Vec::new(), HashMap::new(), Vec::new());
         for (name, value) in Contents::of(module, first)?.entries {
             match (name, value) {
                 (Value::Text(name), Value::Tensor(tensor)) => {
@@ -108,6 +111,9 @@ impl Model {
                         return rest.refuse(format!("the weight {name} is there twice"));
                     }
                     weights.push((name, tensor));
+                }
+                (Value::Text(name), value @ Value::Bytes(_)) if is_extra_state(own_name(&name), &value) => {
+                    extra_states.push((own_name(&name).to_owned(), value));
                 }
                 (name, _) => return rest.refuse(format!("the weight {name:?} is not a tensor")),
             }
@@ -140,7 +146,8 @@ impl Model {
             };
             tied.push((own_name(&alias).to_owned(), own_name(first).to_owned()));
         }
-        let mut model = Self { weights, places, flats, tied, buffers, frozen: Vec::new(), rest };
+        let mut model =
+            Self { weights, places, extra_states, flats, tied, buffers, frozen: Vec::new(), rest };
         model.add_frozen(folder, others, limits)?;
         Ok(model)
     }

@@ -193,9 +193,11 @@ fn as_lightning(
     };
     let schedules = schedules.into_iter().map(|schedule| schedule_of(schedule, &config, &rates, notes));
     file.push(("lr_schedulers".to_owned(), Value::List(schedules.flatten().collect())));
+    let extra_states = std::mem::take(&mut model.extra_states);
     let weights =
         model.weights().iter().map(|(name, tensor)| (name.clone(), Value::Tensor(tensor.shallow_clone())));
-    file.push(("state_dict".to_owned(), Value::dict(weights)));
+    let entries: Vec<(String, Value)> = weights.chain(extra_states).collect();
+    file.push(("state_dict".to_owned(), Value::dict(entries)));
     if groups.is_empty() {
         return Ok((Value::dict(file), None));
     }
