@@ -62,7 +62,7 @@ pub use processor::amx::{has_amx, has_described_amx, has_undescribed_amx};
 pub use processor::{has_avx512, has_vectors, has_wide_units, is_intel, prefetch, run_vectorized};
 pub use product::amx::{Tiles, has_tiles};
 pub use product::batched::{BatchedProduct, multiply_batches};
-pub use product::float8::{multiplies_float8, multiply_by_float8};
+pub use product::float8::{multiplies_bf16, multiplies_float8, multiply_bf16, multiply_by_float8};
 pub use product::matrix::{Matrix, MatrixMut};
 pub use product::mkl::has_mkl_bf16;
 pub use product::multiply::multiply;

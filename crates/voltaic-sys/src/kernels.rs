@@ -283,8 +283,14 @@ pub struct vt_float8_kernels {
         amax: *mut f32,
     ) -> i32,
     pub largest: extern "C" fn(dtype: i32, input: *const c_void, len: i64, amax: *mut f32) -> i32,
-    pub widen:
-        extern "C" fn(format: i32, input: *const c_void, len: i64, dtype: i32, output: *mut c_void) -> i32,
+    pub widen: extern "C" fn(
+        format: i32,
+        input: *const c_void,
+        len: i64,
+        scale: f32,
+        dtype: i32,
+        output: *mut c_void,
+    ) -> i32,
     pub new_scale: extern "C" fn(amax: f32, before: f32, format: i32, margin: i32, scale: *mut f32) -> i32,
     pub rows: extern "C" fn(
         input: *const f32,
@@ -296,6 +302,7 @@ pub struct vt_float8_kernels {
         output: *mut f32,
         is_known: *mut i32,
     ) -> i32,
+    pub product: extern "C" fn(product: *const vt_product) -> i32,
 }
 
 #[repr(C)]

@@ -153,6 +153,7 @@ struct Decode<'a, F, T> {
     format: PhantomData<F>,
     input: &'a [u8],
     output: &'a mut [T],
+    scale: f32,
 }
 
 impl<F: Float8, T: Element> Kernel for Decode<'_, F, T> {
@@ -160,31 +161,96 @@ impl<F: Float8, T: Element> Kernel for Decode<'_, F, T> {
 
     #[inline(always)]
     fn run(self) {
-        let Self { format: _, input, output } = self;
+        let Self { format: _, input, output, scale } = self;
         for (out, code) in output.iter_mut().zip(input) {
-            *out = T::from_f32(decode::<F>(*code));
+            *out = T::from_f32(decode::<F>(*code) * scale);
         }
     }
 }
 
-/// Writes the numbers of codes, exactly in both formats of the output.
+/// Writes the numbers of codes times `scale`, a power of two, exactly in both formats of the output.
 ///
 /// # Panics
 /// If the lengths differ.
-pub fn from_float8(input: &[u8], output: FloatsMut, format: Float8Format) {
-    fn run<F: Float8, T: Element>(_: F, input: &[u8], output: &mut [T]) {
+pub fn from_float8(input: &[u8], output: FloatsMut, format: Float8Format, scale: f32) {
+    fn run<F: Float8, T: Element>(_: F, input: &[u8], output: &mut [T], scale: f32) {
         assert_eq!(input.len(), output.len());
         for_units(output, 1, GRAIN, |part, output| {
             for (input, output) in input[part].chunks(BLOCK).zip(output.chunks_mut(BLOCK)) {
-                run_vectorized(Decode::<F, T> { format: PhantomData, input, output });
+                #[cfg(target_arch = "x86_64")]
+                if x86::decode_block::<F, T>(input, output, scale) {
+                    continue;
+                }
+                run_vectorized(Decode::<F, T> { format: PhantomData, input, output, scale });
             }
         });
     }
     match (output, format) {
-        (FloatsMut::Float32(output), Float8Format::E4m3) => run(E4m3, input, output),
-        (FloatsMut::Float32(output), Float8Format::E5m2) => run(E5m2, input, output),
-        (FloatsMut::Bfloat16(output), Float8Format::E4m3) => run(E4m3, input, output),
-        (FloatsMut::Bfloat16(output), Float8Format::E5m2) => run(E5m2, input, output),
+        (FloatsMut::Float32(output), Float8Format::E4m3) => run(E4m3, input, output, scale),
+        (FloatsMut::Float32(output), Float8Format::E5m2) => run(E5m2, input, output, scale),
+        (FloatsMut::Bfloat16(output), Float8Format::E4m3) => run(E4m3, input, output, scale),
+        (FloatsMut::Bfloat16(output), Float8Format::E5m2) => run(E5m2, input, output, scale),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::{
+        _mm256_and_si256, _mm256_cmpge_epu8_mask, _mm256_loadu_si256, _mm256_set1_epi8, _mm256_storeu_si256,
+        _mm512_castps_si512, _mm512_castsi512_si256, _mm512_cvtepi32_epi16, _mm512_cvtph_ps,
+        _mm512_extracti64x4_epi64, _mm512_mul_ps, _mm512_set1_ps, _mm512_srli_epi32, _mm512_storeu_ps,
+    };
+
+    use crate::element::Element;
+    use crate::float8::STEP;
+    use crate::float8::format::{Float8, decode};
+    use crate::float8::halves::{halves, to_number};
+    use crate::processor::has_avx512;
+
+    /// As `Decode`, with AVX-512; false, and nothing is done, without it.
+    pub(super) fn decode_block<F: Float8, T: Element>(input: &[u8], output: &mut [T], scale: f32) -> bool {
+        if has_avx512() {
+            // SAFETY: the processor has what the function is compiled for, as was just asked.
+            unsafe { with_avx512::<F, T>(input, output, scale) };
+        }
+        has_avx512()
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    fn with_avx512<F: Float8, T: Element>(input: &[u8], output: &mut [T], scale: f32) {
+        let one_by_one = |input: &[u8], output: &mut [T]| {
+            for (out, code) in output.iter_mut().zip(input) {
+                *out = T::from_f32(decode::<F>(*code) * scale);
+            }
+        };
+        let factor = _mm512_set1_ps(scale * to_number::<F>());
+        let (mut codes, mut numbers) = (input.chunks_exact(STEP), output.chunks_exact_mut(STEP));
+        for (codes, numbers) in (&mut codes).zip(&mut numbers) {
+            // SAFETY: there are 32 codes.
+            let some = unsafe { _mm256_loadu_si256(codes.as_ptr().cast()) };
+            let magnitudes = _mm256_and_si256(some, _mm256_set1_epi8(0x7f));
+            if _mm256_cmpge_epu8_mask(magnitudes, _mm256_set1_epi8(F::NO_NUMBER as i8)) != 0 {
+                one_by_one(codes, numbers);
+                continue;
+            }
+            let halves = halves::<F>(some);
+            let parts = [_mm512_castsi512_si256(halves), _mm512_extracti64x4_epi64::<1>(halves)];
+            for (part, numbers) in parts.into_iter().zip(numbers.chunks_exact_mut(STEP / 2)) {
+                let wide = _mm512_mul_ps(_mm512_cvtph_ps(part), factor);
+                // SAFETY: there is room for 16 numbers, of 4 or of 2 bytes; those have no bits below the upper half.
+                unsafe {
+                    match size_of::<T>() {
+                        4 => _mm512_storeu_ps(numbers.as_mut_ptr().cast(), wide),
+                        _ => {
+                            let upper =
+                                _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(_mm512_castps_si512(wide)));
+                            _mm256_storeu_si256(numbers.as_mut_ptr().cast(), upper);
+                        }
+                    }
+                }
+            }
+        }
+        one_by_one(codes.remainder(), numbers.into_remainder());
     }
 }
 
@@ -208,14 +274,36 @@ mod tests {
             };
             assert!(numbers.iter().zip(&codes).all(|(number, code)| one(number * 0.5).0 == *code));
             let mut wide = vec![0.0; codes.len()];
-            from_float8(&codes, FloatsMut::Float32(&mut wide), format);
+            from_float8(&codes, FloatsMut::Float32(&mut wide), format, 1.0);
             assert!(numbers.iter().zip(&wide).all(|(number, known)| one(number * 0.5).1 == *known));
             let mut half = vec![Bf16(0); codes.len()];
-            from_float8(&codes, FloatsMut::Bfloat16(&mut half), format);
+            from_float8(&codes, FloatsMut::Bfloat16(&mut half), format, 1.0);
             assert!(wide.iter().zip(&half).all(|(wide, half)| *wide == half.to_f32()), "exact in bfloat16");
             let largest = to_float8(Floats::Bfloat16(&narrow), &mut codes, format, 2.0, None);
             assert_eq!(largest, largest_magnitude(Floats::Bfloat16(&narrow)));
             assert!(narrow.iter().zip(&codes).all(|(number, code)| one(number.to_f32() * 2.0).0 == *code));
+        }
+    }
+
+    #[test]
+    fn all_codes_are_widened_as_one_by_one() {
+        // each code at each place of a step, and a rest
+        for first in 0..33_usize {
+            let codes: Vec<u8> = (0..1090).map(|at| ((at + first) % 256) as u8).collect();
+            for (format, scale) in [Float8Format::E4m3, Float8Format::E5m2].into_iter().zip([0.25, 1024.0]) {
+                let (mut wide, mut half) = (vec![0.0; codes.len()], vec![Bf16(0); codes.len()]);
+                from_float8(&codes, FloatsMut::Float32(&mut wide), format, scale);
+                from_float8(&codes, FloatsMut::Bfloat16(&mut half), format, scale);
+                for (code, (wide, half)) in codes.iter().zip(wide.iter().zip(half)) {
+                    let number = match format {
+                        Float8Format::E4m3 => decode::<E4m3>(*code),
+                        Float8Format::E5m2 => decode::<E5m2>(*code),
+                    };
+                    let same = |found: f32| found.to_bits() == (number * scale).to_bits();
+                    assert!(number.is_nan() && wide.is_nan() && half.to_f32().is_nan() || same(*wide));
+                    assert!(number.is_nan() || same(half.to_f32()), "{format:?} {code:#x}: {half:?}");
+                }
+            }
         }
     }
 

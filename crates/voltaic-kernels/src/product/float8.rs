@@ -1,9 +1,17 @@
-//! Products of few rows with a matrix of float8 codes, whose numbers are widened in registers: memory gives one byte for each.
+//! Products of float8 numbers. Of few rows with a matrix of codes, whose numbers are widened in registers: memory gives one byte for
+//! each. Of others in bfloat16, which holds float8 exactly, with sums in float32.
 
+use crate::element::Bf16;
+use crate::float8::STEP;
 use crate::float8::cast::Float8Format;
 use crate::float8::format::{E4m3, E5m2, Float8, decode};
 use crate::kernel::Kernel;
 use crate::processor::run_vectorized;
+use crate::product::amx::has_tiles;
+use crate::product::matrix::{Matrix, MatrixMut};
+use crate::product::mkl::{has_mkl_bf16, is_for_mkl, multiply_by_mkl};
+use crate::product::strip::{has_bf16_products, multiply_by_strips};
+use crate::product::strips::Strips;
 use crate::threads::parallel_for;
 use crate::views::Shared;
 
@@ -11,8 +19,6 @@ use crate::views::Shared;
 const MOST_ROWS: usize = 8;
 /// Multiplications that are worth a thread.
 const GRAIN: usize = 1 << 18;
-/// Codes of a step.
-const STEP: usize = 32;
 /// Rows that the codes are widened for together.
 const TOGETHER: usize = 4;
 
@@ -72,6 +78,38 @@ fn dots<F: Float8>(rows: &[f32], codes: &[u8]) -> [f32; TOGETHER] {
     sums
 }
 
+/// Whether the processor multiplies bfloat16 faster than float32.
+pub fn multiplies_bf16() -> bool {
+    has_tiles() && has_mkl_bf16() || has_bf16_products()
+}
+
+/// `out = a b`, or `out += a b` if `adds`, of bfloat16 matrices that have numbers, with sums in float32: by the MKL with AMX, else by
+/// strips on all threads.
+///
+/// # Panics
+/// If the shapes do not fit, or without [`multiplies_bf16`].
+pub fn multiply_bf16(out: MatrixMut, a: Matrix<Bf16>, b: Matrix<Bf16>, adds: bool) {
+    if has_tiles() && has_mkl_bf16() && is_for_mkl(&a) && is_for_mkl(&b) {
+        return multiply_by_mkl(out, a, b, adds);
+    }
+    let ([rows, columns], depth) = (out.shape(), a.shape()[1]);
+    assert!(
+        a.shape()[0] == rows && b.shape() == [depth, columns],
+        "{:?} of {:?}",
+        [rows, columns],
+        [a.shape(), b.shape()]
+    );
+    let mut strips = Vec::new();
+    let b = Strips::new(b, &mut strips);
+    let out = Shared(out.into_data().as_mut_ptr());
+    parallel_for(rows, GRAIN.div_ceil(columns * depth), |part| {
+        // SAFETY: the place of each row is within the output, and belongs to one thread.
+        let own = unsafe { out.slice_mut(part.start * columns..part.end * columns) };
+        let own = MatrixMut::dense(own, [part.len(), columns]);
+        multiply_by_strips(own, a.part([part, 0..depth]), b, adds);
+    });
+}
+
 struct Dot<'a, F> {
     format: std::marker::PhantomData<F>,
     a: &'a [f32],
@@ -103,22 +141,17 @@ mod x86 {
         _mm256_cvtepu8_epi16, _mm256_cvtph_ps, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_loadu_ps,
         _mm256_loadu_si256, _mm256_max_epu8, _mm256_set1_epi8, _mm256_set1_epi16, _mm256_setzero_ps,
         _mm256_setzero_si256, _mm256_slli_epi16, _mm256_srai_epi16, _mm256_storeu_ps, _mm256_testz_si256,
-        _mm512_and_si512, _mm512_castsi512_si256, _mm512_cvtepu8_epi16, _mm512_cvtph_ps,
-        _mm512_extracti64x4_epi64, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_reduce_add_ps, _mm512_set1_epi16,
-        _mm512_setzero_ps, _mm512_slli_epi16, _mm512_srai_epi16,
+        _mm512_castsi512_si256, _mm512_cvtph_ps, _mm512_extracti64x4_epi64, _mm512_fmadd_ps, _mm512_loadu_ps,
+        _mm512_reduce_add_ps, _mm512_setzero_ps,
     };
 
+    use crate::float8::STEP;
     use crate::float8::format::{Float8, decode};
+    use crate::float8::halves::{WITHOUT_COPY, halves, to_number};
     use crate::processor::{has_avx512, has_vectors, prefetch};
-    use crate::product::float8::STEP;
 
     /// Bytes that are asked for ahead.
     const AHEAD: usize = 2048;
-    /// All bits of 16 but the highest one of the exponent of float16, into which a sign is shifted.
-    const WITHOUT_COPY: i16 = 0xbfff_u16 as i16;
-
-    // Codes as float16: those of E5M2 are its upper half. Those of E4M3 have one bit less of the exponent, and another bias: the numbers
-    // are 2^-8 of theirs.
 
     /// The sums of the products of each row and the codes; none if the processor does not widen float16, or a code of E4M3 is NaN,
     /// which float16 has elsewhere.
@@ -134,7 +167,7 @@ mod x86 {
             return None;
         };
         let whole = codes.len() - codes.len() % STEP;
-        let scale = if F::FRACTION == 3 { 256.0 } else { 1.0 };
+        let scale = to_number::<F>();
         let mut sums = found?;
         for (sum, row) in sums.iter_mut().zip(rows) {
             let rest = row[whole..].iter().zip(&codes[whole..]);
@@ -162,11 +195,10 @@ mod x86 {
             prefetch(codes.as_ptr().wrapping_add(first + AHEAD), STEP);
             // SAFETY: there are 32 codes from `first` on.
             let some = unsafe { _mm256_loadu_si256(codes.as_ptr().add(first).cast()) };
-            let mut halves = _mm512_slli_epi16::<8>(_mm512_cvtepu8_epi16(some));
             if F::FRACTION == 3 {
                 largest = _mm256_max_epu8(largest, _mm256_and_si256(some, _mm256_set1_epi8(0x7f)));
-                halves = _mm512_and_si512(_mm512_srai_epi16::<1>(halves), _mm512_set1_epi16(WITHOUT_COPY));
             }
+            let halves = halves::<F>(some);
             let lower = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
             let upper = _mm512_cvtph_ps(_mm512_extracti64x4_epi64::<1>(halves));
             for (sums, row) in sums.iter_mut().zip(rows) {
@@ -227,6 +259,7 @@ mod x86 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::element::Element;
 
     fn by_definition(a: &[f32], codes: &[u8], decoded: impl Fn(u8) -> f32) -> f64 {
         a.iter().zip(codes).map(|(a, code)| f64::from(*a) * f64::from(decoded(*code))).sum()
@@ -258,6 +291,45 @@ mod tests {
                         assert!(
                             (found - expected).abs() <= bound,
                             "{format:?} {rows} {depth}: {found} {expected}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn products_of_bfloat16_are_exact_and_rows_apart() {
+        if !multiplies_bf16() {
+            return;
+        }
+        for [rows, columns, depth] in [[1, 1, 1], [3, 70, 4], [45, 33, 37], [64, 96, 128]] {
+            let some = |len: usize, step: usize| -> Vec<Bf16> {
+                (0..len).map(|i| Bf16::from_f32((i * step % 17) as f32 - 8.0)).collect()
+            };
+            let (mut a, b) = (some(rows * depth, 5), some(columns * depth, 7));
+            a[(rows - 1) * depth] = Bf16::from_f32(f32::NAN);
+            for turned in 0..4 {
+                let order =
+                    |[rows, columns]: [usize; 2], is_turned| if is_turned { [1, rows] } else { [columns, 1] };
+                let by_rows = order([rows, depth], false);
+                let left = Matrix::new(&a, [rows, depth], by_rows);
+                let turned_a: Vec<Bf16> =
+                    (0..depth * rows).map(|at| a[at % rows * depth + at / rows]).collect();
+                let left =
+                    if turned & 1 != 0 { Matrix::new(&turned_a, [rows, depth], [1, rows]) } else { left };
+                let right = Matrix::new(&b, [depth, columns], order([depth, columns], turned & 2 != 0));
+                for adds in [false, true] {
+                    let mut out = vec![0.5; rows * columns];
+                    multiply_bf16(MatrixMut::dense(&mut out, [rows, columns]), left, right, adds);
+                    let [down, right] = right.strides();
+                    for (i, j) in (0..rows).flat_map(|i| (0..columns).map(move |j| (i, j))) {
+                        let pair = |k: usize| a[i * depth + k].to_f32() * b[k * down + j * right].to_f32();
+                        let exact = (0..depth).map(pair).sum::<f32>() + if adds { 0.5 } else { 0.0 };
+                        let found = out[i * columns + j];
+                        assert!(
+                            found == exact || found.is_nan() && i == rows - 1,
+                            "{i} {j}: {found} {exact}"
                         );
                     }
                 }

@@ -188,11 +188,15 @@ typedef struct {
   int32_t (*cast)(int32_t dtype, const void *input, int64_t len, int32_t format, float scale, const uint64_t *seed, void *output,
                   float *amax);
   int32_t (*largest)(int32_t dtype, const void *input, int64_t len, float *amax);
-  int32_t (*widen)(int32_t format, const void *input, int64_t len, int32_t dtype, void *output);
+  // The numbers times a power of two.
+  int32_t (*widen)(int32_t format, const void *input, int64_t len, float scale, int32_t dtype, void *output);
   int32_t (*new_scale)(float amax, float before, int32_t format, int32_t margin, float *scale);
   // Rows of float32 times the rows of a matrix of codes, `depth` numbers each: output [rows, columns]. `is_known` is 0 if they are too many.
+  // Null asks that.
   int32_t (*rows)(const float *input, int64_t rows, const void *codes, int64_t columns, int64_t depth, int32_t format, float *output,
                   int32_t *is_known);
+  // Of bfloat16 factors with a dense result in float32; declined if the processor is not faster at it than at float32. Null asks that.
+  int32_t (*product)(const vt_product *product);
 } vt_float8_kernels;
 
 // Defines the operators voltaic::fp8_*, on the CPU and emulated HPUs; once per process, before those below.

@@ -129,18 +129,20 @@ void update(const Tensor &scale, const Tensor &scale_inv, const Tensor &amax_his
   index = static_cast<int32_t>((index + 1) % rows);
 }
 
-// The numbers of a float8 tensor in another dtype, exactly.
-Tensor widened(const Tensor &codes, ScalarType dtype) {
+// The numbers of a float8 tensor in another dtype, times a power of two: exactly.
+Tensor scaled(const Tensor &codes, ScalarType dtype, float scale) {
   if (!codes.is_contiguous()) {
     const bool is_turned = codes.dim() >= 2 && codes.transpose(-1, -2).is_contiguous();
-    return is_turned ? widened(codes.transpose(-1, -2), dtype).transpose(-1, -2) : widened(codes.contiguous(), dtype);
+    return is_turned ? scaled(codes.transpose(-1, -2), dtype, scale).transpose(-1, -2) : scaled(codes.contiguous(), dtype, scale);
   }
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16, "float8 is widened to float32 or bfloat16, not ", dtype);
   Tensor output = empty_like_in(codes, dtype);
-  is_done(float8.widen(format_of(codes.scalar_type()), codes.const_data_ptr(), codes.numel(), dtype_of(output),
+  is_done(float8.widen(format_of(codes.scalar_type()), codes.const_data_ptr(), codes.numel(), scale, dtype_of(output),
                        output.mutable_data_ptr()));
   return output;
 }
+
+Tensor widened(const Tensor &codes, ScalarType dtype) { return scaled(codes, dtype, 1); }
 
 bool are_powers_of_two(const Tensor &numbers) {
   const float *at = numbers.const_data_ptr<float>();
@@ -152,16 +154,57 @@ bool are_powers_of_two(const Tensor &numbers) {
 OptionalTensor product_of_few_rows(const Tensor &a, const Tensor &b) {
   if (a.dim() != 2 || b.dim() != 2 || !b.t().is_contiguous() || a.numel() == 0 || b.numel() == 0 || a.size(1) != b.size(0))
     return std::nullopt;
+  int32_t is_known = 0;
+  const auto multiply = [&](const float *input, float *output) {
+    is_done(float8.rows(input, a.size(0), b.const_data_ptr(), b.size(1), b.size(0), format_of(b.scalar_type()), output, &is_known));
+  };
+  multiply(nullptr, nullptr);
+  if (is_known == 0)
+    return std::nullopt;
   const Tensor wide = widened(a, at::kFloat).contiguous();
   Tensor out = at::empty({a.size(0), b.size(1)}, wide.options());
-  int32_t is_known = 0;
-  is_done(float8.rows(wide.const_data_ptr<float>(), a.size(0), b.const_data_ptr(), b.size(1), b.size(0), format_of(b.scalar_type()),
-                      out.mutable_data_ptr<float>(), &is_known));
-  return is_known != 0 ? OptionalTensor(std::move(out)) : std::nullopt;
+  multiply(wide.const_data_ptr<float>(), out.mutable_data_ptr<float>());
+  return out;
 }
 
-// (a b) times the scales, and the bias. Products of float8 are exact in float32, and so are powers of two: the bias is divided by them
-// first, so that the sum is rounded once.
+// (a b) scale + row of float8 matrices, or without a row of batches of them, in the dtype of sums. Float8 times a power of two is exact
+// in both dtypes, and so are its products in float32.
+Tensor sums_of(const Tensor &a, const Tensor &b, float scale, const OptionalTensor &row, ScalarType dtype) {
+  static const bool by_bf16 = is_done(float8.product(nullptr)); // faster than in float32
+  const int64_t dim = a.dim();
+  const bool fits = a.numel() > 0 && b.numel() > 0 && b.dim() == dim && a.size(-1) == b.size(-2) && (dim == 2 || a.size(0) == b.size(0));
+  const bool is_own = by_bf16 && fits && dtype == at::kFloat;
+  const ScalarType factors = is_own ? at::kBFloat16 : dtype;
+  const Tensor wide_a = scaled(a, factors, scale), wide_b = widened(b, factors);
+  if (!is_own && row.has_value())
+    return at::addmm(*row, wide_a, wide_b);
+  if (!is_own)
+    return dim == 3 ? at::bmm(wide_a, wide_b) : at::mm(wide_a, wide_b);
+  c10::SmallVector<int64_t, 3> sizes(a.sizes().begin(), a.sizes().end());
+  sizes[dim - 1] = b.size(-1);
+  Tensor out = at::empty(sizes, a.options().dtype(dtype));
+  if (row.has_value())
+    out.copy_(row->expand(sizes));
+  vt_product product{};
+  product.batches = dim == 3 ? a.size(0) : 1;
+  product.rows = a.size(-2);
+  product.columns = b.size(-1);
+  product.depth = a.size(-1);
+  product.out = out.mutable_data_ptr();
+  product.a = wide_a.const_data_ptr();
+  product.b = wide_b.const_data_ptr();
+  set_strides(product.out_strides, out);
+  set_strides(product.a_strides, wide_a);
+  set_strides(product.b_strides, wide_b);
+  product.adds = row.has_value();
+  TORCH_CHECK(is_done(float8.product(&product)), "products of bfloat16 are not there");
+  return out;
+}
+
+// Scales that factors are multiplied by before their product, with room for the numbers of float8.
+bool fits_factors(float scale) { return scale >= 0x1p-60f && scale <= 0x1p60f; }
+
+// (a b) times the scales, and the bias: rounded once if the scales are powers of two.
 Tensor product(const Tensor &a, const Tensor &b, const Tensor &a_scale_inv, const Tensor &b_scale_inv,
                const OptionalTensor &bias, ScalarType out_dtype) {
   if (!bias.has_value())
@@ -169,19 +212,18 @@ Tensor product(const Tensor &a, const Tensor &b, const Tensor &a_scale_inv, cons
       return out->mul_(a_scale_inv.view({-1, 1})).mul_(b_scale_inv.view({1, -1})).to(out_dtype);
   const bool is_exact = are_powers_of_two(a_scale_inv) && are_powers_of_two(b_scale_inv);
   const ScalarType dtype = is_exact && out_dtype == at::kBFloat16 ? at::kBFloat16 : at::kFloat;
-  const Tensor wide_a = widened(a, dtype), wide_b = widened(b, dtype);
-  const auto multiply = [&] { return a.dim() == 3 ? at::bmm(wide_a, wide_b) : at::mm(wide_a, wide_b); };
   if (a_scale_inv.numel() == 1 && b_scale_inv.numel() == 1) {
     const float scale = number_at(a_scale_inv, 0) * number_at(b_scale_inv, 0);
-    const bool divides = is_exact && bias.has_value() && std::isnormal(scale) && std::isnormal(1 / scale);
-    Tensor out = divides ? at::addmm(bias->to(dtype).mul(1 / scale), wide_a, wide_b) : multiply();
-    if (scale != 1)
-      out.mul_(scale);
-    if (bias.has_value() && !divides)
+    if (is_exact && fits_factors(scale)) {
+      const OptionalTensor row = bias.has_value() ? OptionalTensor(bias->to(dtype)) : std::nullopt;
+      return sums_of(a, b, scale, row, dtype).to(out_dtype);
+    }
+    Tensor out = sums_of(a, b, 1, std::nullopt, dtype).mul_(scale);
+    if (bias.has_value())
       out.add_(*bias);
     return out.to(out_dtype);
   }
-  Tensor out = multiply();
+  Tensor out = sums_of(a, b, 1, std::nullopt, dtype);
   out.mul_(a_scale_inv.view({-1, 1})).mul_(b_scale_inv.view({1, -1}));
   if (bias.has_value())
     out.add_(*bias);

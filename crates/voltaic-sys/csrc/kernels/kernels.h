@@ -92,4 +92,12 @@ void install_convolution_grads(torch::Library &library);
 void install_images(torch::Library &library);
 void install_updates(torch::Library &library);
 
+// Of a matrix or a batch of them.
+inline void set_strides(int64_t (&strides)[3], const Tensor &tensor) {
+  const int64_t dim = tensor.dim();
+  strides[0] = dim == 3 ? tensor.stride(0) : 0;
+  strides[1] = tensor.stride(dim - 2);
+  strides[2] = tensor.stride(dim - 1);
+}
+
 } // namespace voltaic

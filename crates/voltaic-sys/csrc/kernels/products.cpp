@@ -24,13 +24,6 @@ bool is_matrix_like(const Tensor &tensor, const Tensor &a, int64_t dim) {
   return is_plain(tensor) && tensor.scalar_type() == a.scalar_type() && tensor.dim() == dim;
 }
 
-void set_strides(int64_t (&strides)[3], const Tensor &tensor) {
-  const int64_t dim = tensor.dim();
-  strides[0] = dim == 3 ? tensor.stride(0) : 0;
-  strides[1] = tensor.stride(dim - 2);
-  strides[2] = tensor.stride(dim - 1);
-}
-
 // Whether Rust takes a product of such tensors of `dim` dimensions, and has written it to `out`.
 bool multiplies(const Tensor &a, const Tensor &b, const Tensor &out, int64_t dim, bool adds) {
   if (!is_matrix_like(out, a, dim))

@@ -509,7 +509,7 @@ fn quantized_weight(
             }
         };
         to_float8(Floats::Float32(values), codes, format, 1.0 / scale, None);
-        from_float8(codes, FloatsMut::Float32(&mut wide), format);
+        from_float8(codes, FloatsMut::Float32(&mut wide), format, 1.0);
         for (at, (value, rounded)) in values.iter().zip(&wide).enumerate() {
             let factor = f64::from(scales.weight_in.as_ref().map_or(1.0, |factors| factors[at]));
             let (value, rounded) = (f64::from(*value) * factor, f64::from(rounded * scale) * factor);

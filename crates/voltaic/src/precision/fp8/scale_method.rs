@@ -399,7 +399,7 @@ pub(crate) fn rounded(values: &[f32], scale: f32, format: Float8Format) -> Vec<f
     let mut codes = vec![0; values.len()];
     to_float8(Floats::Float32(values), &mut codes, format, 1.0 / scale, None);
     let mut wide = vec![0.0; values.len()];
-    from_float8(&codes, FloatsMut::Float32(&mut wide), format);
+    from_float8(&codes, FloatsMut::Float32(&mut wide), format, 1.0);
     wide
 }
 
