@@ -60,7 +60,7 @@ bench: setup ## voltaic beside its peers, into docs/benchmarks; takes ROUNDS=7 T
 	@bench/setup.sh
 	target/release/bench-runner
 
-bench-micro: setup ## what voltaic's own parts cost, into docs/benchmarks; takes BENCHES=overhead,calls,host_pool,lengths,record,graph,hpu,profiler,swap,update,activations
+bench-micro: setup ## what voltaic's own parts cost, into docs/benchmarks; takes BENCHES=overhead,calls,host_pool,lengths,record,graph,hpu,profiler,swap,update,activations,kernels
 	$(CARGO) run --quiet --release --package bench-runner -- micro
 
 clean: ## removes what was built, not what was fetched

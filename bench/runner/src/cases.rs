@@ -151,7 +151,7 @@ pub enum Program {
 pub enum Work {
     /// Weights, batches and dropout masks are the baseline's, and so are the losses.
     Same,
-    /// Weights and batches are the baseline's; dropout draws masks of its own.
+    /// Weights and batches are the baseline's; dropout draws masks of its own, or numbers are rounded otherwise.
     OwnMasks,
     /// Weights and batches are drawn by another generator: only the shapes are the same.
     OwnDraw,
@@ -185,12 +185,16 @@ const ON_CUDA: [&str; 8] = [
 const GPTS: &[&str] = &["gpt-tiny", "gpt-mini", "gpt2"];
 const SMALL: &[&str] = &["mlp", "cnn"];
 
-pub const PEERS: [Peer; 23] = [
+pub const PEERS: [Peer; 25] = [
     peer("voltaic", Program::Voltaic, "bare", ALL, Work::Same),
     peer("voltaic-defaults", Program::Voltaic, "defaults", ALL, Work::Same),
     peer("voltaic-hpu", Program::Voltaic, "hpu", ALL, Work::Same),
     peer("voltaic-hpu-graphs", Program::Voltaic, "hpu-graphs", ALL, Work::Same),
     peer(GRAPHS, Program::Voltaic, "graphs", ALL, Work::Same),
+    // passes over the same graph
+    peer("voltaic-compiled", Program::Voltaic, "compiled", ALL, Work::Same),
+    // products in float8; activations in float32 by precision=fp8, in bfloat16 by a region within bf16-mixed
+    peer("voltaic-fp8", Program::Voltaic, "fp8", GPTS, Work::OwnMasks),
     peer("lightning", Program::Torch, "lightning", ALL, Work::Same),
     peer("lightning-defaults", Program::Torch, "lightning-defaults", ALL, Work::Same),
     peer("pytorch", Program::Torch, "plain", ALL, Work::Same),

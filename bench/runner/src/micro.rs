@@ -19,7 +19,7 @@ pub struct Bench {
     about: &'static str,
 }
 
-pub const BENCHES: [Bench; 11] = [
+pub const BENCHES: [Bench; 12] = [
     Bench { name: "overhead", about: "What the trainer costs per step beside a bare loop of the same calls" },
     Bench { name: "calls", about: "The call of a module beside its code, with and without hooks" },
     Bench { name: "host_pool", about: "Training steps with the memory pool beside libtorch's allocator" },
@@ -46,6 +46,7 @@ pub const BENCHES: [Bench; 11] = [
         name: "activations",
         about: "GPT-mini with checkpointed blocks beside plain steps, and beside PyTorch's",
     },
+    Bench { name: "kernels", about: "Operators by voltaic's kernels beside libtorch's" },
 ];
 
 /// All that was measured in one run.

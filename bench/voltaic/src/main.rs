@@ -6,8 +6,9 @@ mod timed;
 
 use anyhow::bail;
 use measure::Job;
+use voltaic::graph::CompileBackend;
 use voltaic::models::{ConvNet, ConvNetConfig, Gpt, GptConfig, Mlp, MlpConfig, ResNet18, ResNet18Config};
-use voltaic::nn::{Forward, ModuleExt, init};
+use voltaic::nn::{Forward, ModuleExt, init, te};
 use voltaic::optim::{Adam, AdamW, Optimizers, Sgd};
 use voltaic::prelude::*;
 use voltaic::trainer::{GraphMode, TrainerBuilder};
@@ -73,7 +74,9 @@ fn train<N: Forward>(
     // several processes share the folder, and the one that starts them does not come back to remove it
     let root = if job.processes > 1 { &std::env::temp_dir() } else { folder.path() };
     let builder = Trainer::builder().default_root_dir(root).max_steps(job.total_steps() as i64);
-    let builder = builder.precision(job.precision.as_str());
+    // with bfloat16 activations the network enters the region of float8 by itself
+    let (fp8, is_bf16) = (job.variant.starts_with("fp8"), job.precision == "bf16-mixed");
+    let builder = builder.precision(if fp8 && !is_bf16 { "fp8" } else { job.precision.as_str() });
     let bare = |builder: TrainerBuilder| {
         builder
             .logger(false)
@@ -85,7 +88,10 @@ fn train<N: Forward>(
     let (builder, logs) = match job.variant.as_str() {
         "bare" => (bare(builder).accelerator(given).devices(job.processes as i64), false),
         "defaults" => (builder.accelerator(given).devices(1), true),
+        "fp8" => (bare(builder).accelerator(given), false),
         "graphs" => (bare(builder).accelerator(given).graph(GraphMode::Step), false),
+        "fp8-graphs" => (bare(builder).accelerator(given).graph(GraphMode::Step), false),
+        "compiled" => (bare(builder).accelerator(given).compile(CompileBackend::HpuBackend), false),
         "checkpointed" => (bare(builder).accelerator(given).activation_checkpointing(["Block"]), false),
         "hpu" => (bare(builder).accelerator("hpu").devices(1), false),
         "hpu-graphs" => (bare(builder).accelerator("hpu").devices(1).graph(GraphMode::Step), false),
@@ -94,14 +100,17 @@ fn train<N: Forward>(
             (builder.strategy(job.variant.as_str()), false)
         }
         other => bail!(
-            "variant: there is no {other}; use bare, defaults, graphs, checkpointed, hpu, hpu-graphs, zero1, zero2 or zero3"
+            "variant: there is no {other}; use bare, defaults, graphs, compiled, checkpointed, fp8, fp8-graphs, hpu, hpu-graphs, zero1, zero2 or zero3"
         ),
     };
     let mut trainer = builder.build()?;
     let net = init::without_draws(make)?;
+    if fp8 {
+        te::convert(&net, &te::recipe::Fp8Settings::default())?;
+    }
     data::set_weights(&net.named_parameters())?;
     let mut loaders = Loaders::new().train(batches.loader(job.total_steps() * job.processes)?);
-    let mut net = Timed::new(net, optimizers, logs, job)?;
+    let mut net = Timed::new(net, optimizers, [logs, fp8 && is_bf16], job)?;
     trainer.fit(&mut net, &mut loaders)?;
     if trainer.is_global_zero() { net.print_report() } else { Ok(()) }
 }

@@ -4,7 +4,7 @@ use measure::{Job, StepClock};
 use voltaic::accelerator::{Accelerator, accelerator, memory_stats};
 use voltaic::module::HookContext;
 use voltaic::nn::functional::cross_entropy;
-use voltaic::nn::{Forward, Module};
+use voltaic::nn::{Forward, Module, te};
 use voltaic::optim::Optimizers;
 use voltaic::prelude::*;
 
@@ -16,6 +16,9 @@ pub struct Timed<N: Forward> {
     optimizers: fn(&N) -> anyhow::Result<Optimizers>,
     #[module(skip)]
     logs: bool,
+    /// The steps run in a region of float8.
+    #[module(skip)]
+    in_fp8: bool,
     #[module(skip)]
     job: Job,
     /// What is waited for after each block of steps.
@@ -31,12 +34,12 @@ impl<N: Forward> Timed<N> {
     pub fn new(
         net: N,
         optimizers: fn(&N) -> anyhow::Result<Optimizers>,
-        logs: bool,
+        [logs, in_fp8]: [bool; 2],
         job: &Job,
     ) -> anyhow::Result<Self> {
         let accelerator = accelerator(&job.accelerator)?;
         let (job, clock, losses) = (job.clone(), StepClock::default(), Vec::new());
-        Ok(Self { net, optimizers, logs, job, accelerator, clock, losses })
+        Ok(Self { net, optimizers, logs, in_fp8, job, accelerator, clock, losses })
     }
 
     pub fn print_report(&self) -> anyhow::Result<()> {
@@ -56,6 +59,7 @@ impl<N: Forward> LightningModule for Timed<N> {
         (inputs, targets): &Self::Batch,
         ctx: &mut StepContext,
     ) -> anyhow::Result<Tensor> {
+        let _region = self.in_fp8.then(|| te::fp8_autocast(true, None)).transpose()?;
         let logits = self.net.forward(inputs)?;
         let loss = cross_entropy(&logits.f_flatten(0, -2)?, &targets.f_flatten(0, -1)?)?;
         if self.logs {

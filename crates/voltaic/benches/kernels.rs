@@ -8,6 +8,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 use std::{env, error, io};
 
+use measure::micro::{Row, Target};
 use tch::{Device, Kind, Tensor};
 use voltaic::ffi::{self, Fp8Cast, Fp8Tensor, fp8_mm};
 use voltaic::nn::Parameter;
@@ -18,6 +19,8 @@ type Result<T> = std::result::Result<T, Box<dyn error::Error>>;
 /// Set in the processes that measure.
 const CHILD: &str = "VOLTAIC_BENCH_CHILD";
 const ROUNDS: usize = 5;
+/// One row by a large matrix, in bfloat16 and of float8.
+const SINGLE_ROWS: [&str; 2] = ["4096 to 16384, 1 row BFloat16", "4096 to 16384, 1 row float8"];
 const FLOAT: (Kind, Device) = (Kind::Float, Device::Cpu);
 /// How long an operator is repeated in one process.
 const REPEATED: Duration = Duration::from_millis(150);
@@ -33,10 +36,13 @@ fn main() -> Result<()> {
         }
         return Ok(());
     }
-    let mut best: Vec<(String, [f64; 2])> = Vec::new();
+    let (mut best, mut gains): (Vec<(String, [f64; 2])>, Vec<f64>) = (Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
-        for (side, switch) in ["0", "1"].into_iter().enumerate() {
-            for (row, (name, us)) in measure(switch)?.into_iter().enumerate() {
+        let sides = [measure("0")?, measure("1")?];
+        let us = |side: usize, name: &str| sides[side].iter().find(|(own, _)| own == name).map(|(_, us)| us);
+        gains.extend(us(0, SINGLE_ROWS[0]).zip(us(1, SINGLE_ROWS[1])).map(|(bf16, fp8)| bf16 / fp8));
+        for (side, measured) in sides.into_iter().enumerate() {
+            for (row, (name, us)) in measured.into_iter().enumerate() {
                 if row == best.len() {
                     best.push((name, [f64::INFINITY; 2]));
                 }
@@ -47,6 +53,10 @@ fn main() -> Result<()> {
     println!("{:<58}{:>12}{:>12}{:>8}", "microseconds, best", "libtorch", "voltaic", "times");
     for (name, [libtorch, voltaic]) in best {
         println!("{name:<58}{libtorch:>12.1}{voltaic:>12.1}{:>8.2}", libtorch / voltaic);
+    }
+    if !gains.is_empty() {
+        let what = "one row by 4096 x 16384: libtorch's bfloat16 to float8, read as one byte each";
+        Row::of("kernels", what, "", gains, Target::AtLeast(1.5)).record()?;
     }
     Ok(())
 }
@@ -159,13 +169,13 @@ fn add_steps(all: &mut Operators) -> Result<()> {
 fn add_single_rows(all: &mut Operators) -> Result<()> {
     let (weight, x) = (normal(&[16384, 4096]), normal(&[1, 4096]));
     let (narrow, turned) = (x.to_kind(Kind::BFloat16), weight.to_kind(Kind::BFloat16).tr());
-    all.push(("4096 to 16384, 1 row BFloat16".to_owned(), Box::new(move || drop(narrow.f_mm(&turned)))));
+    all.push((SINGLE_ROWS[0].to_owned(), Box::new(move || drop(narrow.f_mm(&turned)))));
     let cast = Fp8Cast { dtype: Kind::Float8e4m3fn, is_stochastic: false };
     let [x, weight] = [x, weight].map(|tensor| cast.with_current_scale(&tensor, false, 1));
     let (x, weight) = (x?, weight?);
     let weight = Fp8Tensor { codes: weight.codes.tr(), scale_inv: weight.scale_inv };
     let product = move || drop(fp8_mm(&x, &weight, None, Kind::BFloat16));
-    all.push(("4096 to 16384, 1 row float8".to_owned(), Box::new(product)));
+    all.push((SINGLE_ROWS[1].to_owned(), Box::new(product)));
     Ok(())
 }
 
