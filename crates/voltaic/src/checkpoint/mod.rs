@@ -53,6 +53,7 @@ pub(crate) use load::{export_weights, peek, peek_whole, read_within};
 pub use load::{read, read_weights};
 pub(crate) use loop_state::{LoopState, OpenWindow, SavedGradients};
 pub(crate) use masters::{MASTER, exact, parameter_of, use_master_weights};
+pub(crate) use one_file::read_without_optimizers;
 pub use progress::Progress;
 pub use shards::divide::write_folder;
 pub(crate) use shards::folder::is_folder;

@@ -14,11 +14,13 @@ use tch::{Kind, Tensor};
 
 use super::checkpoint::{Checkpoint, TrainingState};
 use super::chunk::{Chunk, ShardSpec};
+use super::deepspeed::is_deepspeed;
 use super::format::{
-    METADATA_KEY, PREFIX, add_tensor, checksum_at, dtype, header_of, header_text, kind, named_tensors,
-    shape_of, unreadable,
+    Header, METADATA_KEY, PREFIX, add_tensor, checksum_at, dtype, header_of, header_text, kind,
+    named_tensors, shape_of, unreadable,
 };
 use super::load::{converted, is_torch};
+use super::masters::parameter_of;
 use super::peek::{check_whole, open_header};
 use super::stream::bytes_of;
 use super::torch_file::open_torch;
@@ -151,6 +153,37 @@ impl Opened {
         }
         Ok(bytes)
     }
+}
+
+/// A checkpoint in one file of voltaic's, or weights, for a call that does not train: states of optimizers are left out, but for master
+/// weights, and no more memory is taken than for the rest. `None` if the path leads to something else.
+///
+/// # Errors
+/// If the file is missing, damaged, or of a later version.
+pub(crate) fn read_without_optimizers(path: &Path) -> Result<Option<Checkpoint>> {
+    if !path.is_file() || is_deepspeed(path) || is_torch(path)? {
+        return Ok(None);
+    }
+    let (opened, contents) = Opened::of(path)?;
+    let names = contents.tensors.keys().map(String::as_str);
+    let header = header_of(contents.header.as_deref(), contents.is_sealed, names, path)?;
+    let mut checkpoint = header.map(Header::into_checkpoint).unwrap_or_default();
+    let mut none = TrainingState::default();
+    let Checkpoint { weights, training, .. } = &mut checkpoint;
+    let training = training.as_mut().unwrap_or(&mut none);
+    for (name, entry) in &contents.tensors {
+        let of_optimizer = name.strip_prefix(PREFIX).and_then(|rest| rest.strip_prefix("optimizer."));
+        let state = of_optimizer.and_then(|rest| rest.split_once('.'));
+        if state.is_some_and(|(_, state)| parameter_of(state).is_none()) {
+            continue;
+        }
+        let (shape, kind) = entry.as_tensor();
+        let bytes = opened.read(name, 0, entry.numel() * kind.elt_size_in_bytes());
+        let bytes = bytes.map_err(|error| Error::io("read checkpoint", path, error))?;
+        let tensor = Tensor::f_from_data_size(&bytes[1..], &shape, kind)?;
+        add_tensor(weights, training, name.clone(), tensor).map_err(|what| unreadable(path, what))?;
+    }
+    Ok(Some(checkpoint))
 }
 
 /// The error of all ranks.

@@ -128,7 +128,8 @@ pub trait Callback: Send {
     }
 
     /// Called with the checkpoint that a run starts from, when the module has its weights. Where each rank reads its parts of a
-    /// checkpoint that is divided among ranks, weights and states of optimizers are not in it.
+    /// checkpoint that is divided among ranks, weights and states of optimizers are not in it. Where the call does not train, states of
+    /// optimizers may be missing, too.
     fn on_load_checkpoint(&mut self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
         Ok(())
     }

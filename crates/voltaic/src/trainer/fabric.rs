@@ -468,7 +468,7 @@ impl Fabric {
     ) -> Result<S> {
         let path = path.as_ref();
         self.with_session(module, optimizers, |session| {
-            let mut loaded = load(session, path)?;
+            let mut loaded = load(session, path, true)?;
             restore_module(session, &mut loaded, path)?;
             let resumed = restore_training(session, loaded, path.to_path_buf())?;
             let rows = session.run.resume_loggers();

@@ -17,7 +17,7 @@ use voltaic::{Kind, Module, Tensor};
 
 use crate::checkpoints::{full_checkpoint, resumed};
 use crate::ddp::{assert_same, folder_of_parent, run_ranks};
-use crate::probe::{loaders, own_process, plays, silent, text_of};
+use crate::probe::{Probe, loaders, own_process, plays, silent, text_of};
 use crate::rng::seeded;
 
 /// Its layer is made when a run begins.
@@ -344,4 +344,37 @@ fn a_module_s_own_tensors_come_back_to_an_hpu() {
         return check_tensors(|| silent().accelerator("hpu").devices(1).max_epochs(1));
     }
     text_of(&own_process("hpu").output().unwrap());
+}
+
+/// They are as large as the weights and more.
+#[test]
+fn only_calls_that_train_read_states_of_optimizers() {
+    let root = TempDir::new().unwrap();
+    let path = root.path().join("run.ckpt");
+    let net = || Probe { optimizers: Box::new(|| AdamW::new(0.1).into()), ..Probe::default() };
+    let mut trained = net();
+    let mut trainer = silent().max_epochs(1).build().unwrap();
+    trainer.fit(&mut trained, &mut loaders()).unwrap();
+    trainer.save_checkpoint(&mut trained, &mut loaders(), &path, None).unwrap();
+    for trains in [true, false] {
+        let states = std::sync::Arc::new(std::sync::Mutex::new(None));
+        let note = states.clone();
+        let noting = LambdaCallback::new().on_load_checkpoint(move |checkpoint| {
+            let training = checkpoint.training.as_ref().unwrap();
+            assert_eq!((training.rng.len(), checkpoint.weights.len()), (1, 1));
+            *note.lock().unwrap() = Some(training.optimizers.iter().map(Vec::len).sum::<usize>());
+            Ok(())
+        });
+        let mut other = net();
+        let mut trainer = resumed(silent().max_epochs(2).callback(noting), Some(&path));
+        match trains {
+            true => trainer.fit(&mut other, &mut loaders()).unwrap(),
+            false => {
+                trainer.validate(&mut other, &mut loaders()).unwrap();
+                assert_eq!(other.weights(), trained.weights());
+            }
+        }
+        let states = states.lock().unwrap().unwrap();
+        assert_eq!(states > 0, trains, "{states}");
+    }
 }

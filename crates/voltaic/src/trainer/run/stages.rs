@@ -126,7 +126,7 @@ fn evaluate_session<M: LightningModule, T>(
     let (stage, source) = (session.run.at.stage, LoaderSource::of(session.run.at.stage));
     session.setup()?;
     if let Some(path) = session.start()? {
-        let mut loaded = load(session, &path)?;
+        let mut loaded = load(session, &path, false)?;
         restore_module(session, &mut loaded, &path)?;
         if session.run.world().is_global_zero() {
             tracing::info!("{stage} with the weights of {}", path.display());
@@ -220,7 +220,7 @@ impl<M: LightningModule> Session<'_, M> {
         let mut checkpoint = None;
         self.run.resumed_from = None;
         if let Some(path) = self.start()? {
-            let mut loaded = load(self, &path)?;
+            let mut loaded = load(self, &path, true)?;
             restore_module(self, &mut loaded, &path)?;
             self.run.resumed_from = Some(path.clone());
             checkpoint = Some((loaded, path));

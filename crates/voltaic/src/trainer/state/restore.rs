@@ -12,7 +12,7 @@ use crate::accelerator::rng;
 use crate::callback::Callback;
 use crate::checkpoint::{
     Checkpoint, Failures, LoopState, OpenWindow, Part, RankState, Unread, exact, grad_name, is_deepspeed,
-    parameter_of, use_master_weights,
+    parameter_of, read_without_optimizers, use_master_weights,
 };
 use crate::data::Stage;
 use crate::distributed::World;
@@ -48,16 +48,24 @@ pub(crate) struct Opened {
     unread: Option<Unread>,
 }
 
-/// Reads a checkpoint, or what ranks read of it that read their own parts later.
+/// Reads a checkpoint, or what ranks read of it that read their own parts later. States of optimizers may be left out unless the call
+/// trains.
 ///
 /// # Collective
 /// If the strategy shards its state: all ranks must call it.
-pub(crate) fn load<M: LightningModule>(session: &mut Session<M>, path: &Path) -> Result<Opened> {
+pub(crate) fn load<M: LightningModule>(
+    session: &mut Session<M>,
+    path: &Path,
+    trains: bool,
+) -> Result<Opened> {
     let Run { engine, checkpoint_io, .. } = &mut *session.run;
     let world = engine.strategy.world();
     let is_slice = |(_, parameter): &(String, Parameter)| parameter.tensor_shard().is_some();
     if engine.strategy.sharded_state().is_none() && !session.module.named_parameters().iter().any(is_slice) {
-        return Ok(Opened { checkpoint: checkpoint_io.load_checkpoint(path)?, unread: None });
+        let is_ours = checkpoint_io.reads_parts();
+        let known = if trains || !is_ours { None } else { read_without_optimizers(path)? };
+        let checkpoint = known.map_or_else(|| checkpoint_io.load_checkpoint(path), Ok)?;
+        return Ok(Opened { checkpoint, unread: None });
     }
     // that of DeepSpeed each rank reads as a whole
     let reads_parts = checkpoint_io.reads_parts() && !world.of_rank_zero(is_deepspeed(path))?;
