@@ -252,13 +252,22 @@ fn the_command_line_continues_prompts() {
     let (text, errors) = generate(&prompt);
     assert!(text.starts_with("the cat") && text.ends_with('\n') && text.chars().count() == 48, "{text:?}");
     assert!(errors.contains("40 tokens; ") && errors.contains("tokens/s"), "{errors}");
-    for more in [
+    let ways = [
         &["--graph"][..],
         &["--trainer.accelerator=hpu"],
         &["--trainer.accelerator=hpu", "--graph"],
-        &["--trainer.devices=2", "--trainer.strategy=ddp"],
-        &["--trainer.devices=2", "--trainer.strategy=deepspeed_stage_3"],
         &["--trainer.devices=2", "--trainer.strategy=DeepSpeedStrategy", TP_2],
+    ];
+    let most_likely = ["--prompt=the cat", "--temperature=0"];
+    let (expected, _) = generate(&most_likely);
+    assert_ne!(expected, text);
+    for more in ways {
+        assert_eq!(generate(&[&most_likely[..], more].concat()).0, expected, "{more:?}");
+        assert_eq!(generate(&[&prompt[..], more].concat()).0, text, "{more:?}");
+    }
+    for more in [
+        &["--trainer.devices=2", "--trainer.strategy=ddp"][..],
+        &["--trainer.devices=2", "--trainer.strategy=deepspeed_stage_3"],
         &[&["--trainer.strategy=DeepSpeedStrategy", "--trainer.strategy.stage=3"][..], &IN_FILES].concat(),
         &[
             "--trainer.devices=2",
