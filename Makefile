@@ -2,7 +2,7 @@
 
 CARGO ?= cargo
 
-.PHONY: help setup setup-cuda demo examples test stress test-cuda check check-aarch64 fmt lint doc bench bench-micro clean
+.PHONY: help setup setup-cuda demo examples test stress test-cuda check check-aarch64 fmt lint doc bench bench-generation bench-micro clean
 
 help: ## says what there is
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -59,6 +59,10 @@ doc: setup ## documentation, warnings are errors
 bench: setup ## voltaic beside its peers, into docs/benchmarks; takes ROUNDS=7 THREADS=1,2 WORKLOADS=mlp,cnn PRECISIONS=32-true ACCELERATOR=cuda
 	@bench/setup.sh
 	target/release/bench-runner
+
+bench-generation: setup ## text that a GPT generates, beside PyTorch, candle and llama.cpp, into docs/benchmarks; takes ROUNDS=3 THREADS=1
+	@bench/setup.sh
+	target/release/bench-runner generation
 
 bench-micro: setup ## what voltaic's own parts cost, into docs/benchmarks; takes BENCHES=overhead,calls,host_pool,lengths,record,graph,hpu,profiler,swap,update,activations,kernels
 	$(CARGO) run --quiet --release --package bench-runner -- micro

@@ -1,6 +1,7 @@
 //! What the runner and the programs it measures say to each other: a [`Job`] as the only argument, a [`Report`] as the
 //! last line of standard output. `peers/torch_peers.py` speaks the same.
 
+pub mod generate;
 pub mod micro;
 pub mod peer;
 

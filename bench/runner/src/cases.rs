@@ -136,11 +136,13 @@ pub const SHARDED: [(&str, f64); 3] =
 /// What graphs are compared with.
 pub const COMPILED: &str = "torch-compile";
 
-/// The program that trains.
+/// The program that trains or generates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Program {
     Voltaic,
     Torch,
+    TorchGenerate,
+    LlamaCpp,
     Burn,
     Candle,
 }

@@ -1,9 +1,10 @@
 //! Runs voltaic and its peers in turns on the same work, and writes tables, JSON and a picture.
 //!
-//! Settings are environment variables, so that `make bench ROUNDS=7` hands them on. `bench-runner micro` measures voltaic's own
-//! parts instead.
+//! Settings are environment variables, so that `make bench ROUNDS=7` hands them on. `bench-runner generation` lets them
+//! generate text, and `bench-runner micro` measures voltaic's own parts.
 
 mod cases;
+mod generation;
 mod micro;
 mod picture;
 mod process;
@@ -114,8 +115,15 @@ fn main() -> anyhow::Result<()> {
             let wanted = choose("BENCHES", &micro::BENCHES, |bench| bench.name)?;
             return micro::run(&bench, &folder(&bench)?, &wanted);
         }
+        Some("generation") => {
+            let num_rounds = number("ROUNDS", &value("ROUNDS", "3"))?;
+            ensure!(num_rounds > 0, "ROUNDS: is 0; give at least 1");
+            let num_threads = number("THREADS", &value("THREADS", "1"))?;
+            let max_others = number("MAX_OTHERS", &value("MAX_OTHERS", "0.25"))?;
+            return generation::run(&bench, &folder(&bench)?, num_rounds, num_threads, max_others);
+        }
         Some(other) => {
-            bail!("first argument: is `{other}`; use `micro`, or none for the comparison with peers")
+            bail!("first argument: is `{other}`; use `generation`, `micro`, or none to train beside peers")
         }
     }
     let settings = Settings::from_env(&bench)?;

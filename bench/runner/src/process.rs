@@ -7,6 +7,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use std::{env, fs, thread};
 
 use anyhow::{Context, bail, ensure};
+use measure::generate::{GENERATE, GenerateJob};
 use measure::{Job, Report};
 use serde::Deserialize;
 
@@ -79,20 +80,39 @@ impl Launcher {
             accelerator: hardware.name().to_owned(),
             block: hardware.block(),
         };
-        let command = || self.command(peer.program, &job, case.num_threads, case.malloc);
+        let job = serde_json::json!(job).to_string();
+        let command = || self.command(peer.program, &[&job], case.num_threads, case.malloc);
+        let (line, spawned_at, others, num_repeats) = self.measure_alone(command)?;
+        let report: Report = serde_json::from_str(&line)
+            .with_context(|| format!("{}: its last line is not a report: {line}", peer.name))?;
+        let wrong = report.num_threads != case.num_threads;
+        ensure!(!wrong, "{}: uses {} threads, not {}", peer.name, report.num_threads, case.num_threads);
+        let start_secs = report.first_step_at - spawned_at;
+        Ok(Outcome { report, start_secs, others, num_repeats })
+    }
+
+    /// Lets a program generate text; gives what it printed last, and the cores that others used.
+    pub fn generate(
+        &self,
+        program: Program,
+        job: &GenerateJob,
+        num_threads: usize,
+    ) -> anyhow::Result<(String, f64)> {
+        let job = serde_json::json!(job).to_string();
+        let command = || self.command(program, &[GENERATE, &job], num_threads, Malloc::Held);
+        let (line, _, others, _) = self.measure_alone(command)?;
+        Ok((line, others))
+    }
+
+    /// [`Launcher::measure`], again if others were too busy; gives how often it was repeated, too.
+    fn measure_alone(&self, command: impl Fn() -> Command) -> anyhow::Result<(String, f64, f64, usize)> {
         let mut num_repeats = 0;
         loop {
             let (line, spawned_at, others) = self.measure(command())?;
-            if others > self.max_others && num_repeats < MAX_REPEATS {
-                num_repeats += 1;
-                continue;
+            if others <= self.max_others || num_repeats == MAX_REPEATS {
+                return Ok((line, spawned_at, others, num_repeats));
             }
-            let report: Report = serde_json::from_str(&line)
-                .with_context(|| format!("{}: its last line is not a report: {line}", peer.name))?;
-            let wrong = report.num_threads != case.num_threads;
-            ensure!(!wrong, "{}: uses {} threads, not {}", peer.name, report.num_threads, case.num_threads);
-            let start_secs = report.first_step_at - spawned_at;
-            return Ok(Outcome { report, start_secs, others, num_repeats });
+            num_repeats += 1;
         }
     }
 
@@ -101,22 +121,26 @@ impl Launcher {
         let (variant, workload, precision) = ("bare".into(), "matmul".into(), Precision::Fp32.name().into());
         let (accelerator, block) = (hardware.name().to_owned(), hardware.block());
         let job = Job { variant, workload, precision, warmup: 0, steps: 0, processes: 1, accelerator, block };
-        let (line, ..) = self.measure(self.command(Program::Voltaic, &job, num_threads, Malloc::Held))?;
+        let job = serde_json::json!(job).to_string();
+        let (line, ..) = self.measure(self.command(Program::Voltaic, &[&job], num_threads, Malloc::Held))?;
         serde_json::from_str(&line).with_context(|| format!("matmul: its last line is not a rate: {line}"))
     }
 
-    fn command(&self, program: Program, job: &Job, num_threads: usize, malloc: Malloc) -> Command {
+    fn command(&self, program: Program, arguments: &[&str], num_threads: usize, malloc: Malloc) -> Command {
+        let python = |script: &str| {
+            let mut command = Command::new(&self.python);
+            command.arg(self.scripts.join(script));
+            command
+        };
         let mut command = match program {
             Program::Voltaic => Command::new(self.programs.join("bench-voltaic")),
             Program::Burn => Command::new(self.programs.join("../peers/release/peer-burn")),
             Program::Candle => Command::new(self.programs.join("../peers/release/peer-candle")),
-            Program::Torch => {
-                let mut command = Command::new(&self.python);
-                command.arg(self.scripts.join("torch_peers.py"));
-                command
-            }
+            Program::Torch => python("torch_peers.py"),
+            Program::TorchGenerate => python("torch_generate.py"),
+            Program::LlamaCpp => python("llama_generate.py"),
         };
-        command.arg(serde_json::json!(job).to_string());
+        command.args(arguments);
         for name in ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"] {
             command.env(name, num_threads.to_string());
         }

@@ -1,11 +1,13 @@
 //! voltaic's side of the benchmark: its shipping models, trained by its public `Trainer`.
 
 mod data;
+mod generate;
 mod peak;
 mod timed;
 
 use anyhow::bail;
 use measure::Job;
+use measure::generate::GenerateJob;
 use voltaic::graph::CompileBackend;
 use voltaic::models::{ConvNet, ConvNetConfig, Gpt, GptConfig, Mlp, MlpConfig, ResNet18, ResNet18Config};
 use voltaic::nn::{Forward, ModuleExt, init, te};
@@ -17,6 +19,9 @@ use crate::data::Batches;
 use crate::timed::Timed;
 
 fn main() -> anyhow::Result<()> {
+    if let Some(job) = GenerateJob::from_args()? {
+        return generate::run(&job);
+    }
     let job = Job::from_args()?;
     seed_everything(1)?;
     match job.workload.as_str() {

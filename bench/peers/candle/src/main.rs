@@ -1,17 +1,23 @@
-//! The perceptron and the conv net in candle, on the CPU.
+//! The perceptron and the conv net in candle, on the CPU, and what a GPT generates.
 //!
 //! Version 0.11.1 computes a wrong gradient of `max_pool2d`: its conv net takes the time that it takes, but learns
 //! something else.
 
+mod gpt;
+
 use anyhow::bail;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{AdamW, Conv2d, Dropout, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use measure::generate::GenerateJob;
 use measure::{Job, StepClock};
 
 const BATCH: usize = 64;
 const NUM_BATCHES: usize = 8;
 
 fn main() -> anyhow::Result<()> {
+    if let Some(job) = GenerateJob::from_args()? {
+        return gpt::run(&job);
+    }
     let job = Job::from_args()?;
     if job.variant != "plain" {
         bail!("variant: there is no {}; use plain", job.variant);
