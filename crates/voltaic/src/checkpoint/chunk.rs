@@ -6,8 +6,8 @@ use tch::Tensor;
 
 use crate::error::Result;
 
-/// Corners of the chunks of one tensor; more would take too much memory to check.
-pub(super) const MAX_CORNERS: usize = 1 << 24;
+/// Corners of the chunks of one tensor; more would take too much memory to check. Those of 65,536 ranks that divide a matrix are fewer.
+pub(super) const MAX_CORNERS: usize = 1 << 20;
 
 /// A rectangle of a tensor: in each dimension so many indices from an offset, as in `ChunkStorageMetadata` of
 /// torch.distributed.checkpoint.

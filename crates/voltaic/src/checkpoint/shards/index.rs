@@ -27,8 +27,9 @@ const BEGINNING: &str = "{\"crc32\":\"";
 const NO_CHECKSUM: &str = "00000000";
 /// Chunks that are made of slices of version 1 may take so many times the bytes of the text.
 const SLICE_GROWTH: u64 = 64;
-/// So many corners of chunks are looked at for each byte of the text, beside those of a large tensor.
-const CORNERS_PER_BYTE: usize = 16;
+/// So many corners of chunks are looked at for each byte of the text, beside those of a large tensor: a chunk of five dimensions has 32,
+/// and takes as many bytes.
+const CORNERS_PER_BYTE: usize = 2;
 
 /// The index. Its text begins with the checksum.
 #[derive(Debug, Serialize, Deserialize)]
@@ -408,6 +409,32 @@ mod tests {
         let error =
             Index::parse(&hostile.to_text().unwrap(), Path::new("index.json")).unwrap_err().to_string();
         assert!(error.contains("its training state is too large"), "{error}");
+    }
+
+    /// Few bytes that ask for many corners: of each tensor one half along each dimension.
+    #[test]
+    fn corners_are_bounded_by_the_chunks() {
+        let dims = 14;
+        let text_of = |tensors: usize| {
+            let mut index = index();
+            for number in 0..tensors {
+                let mut entry = Entry::new(Dtype::F32, vec![2; dims]);
+                let mut left = Chunk::whole(&entry.shape);
+                for dim in 0..dims {
+                    left.sizes[dim] = 1;
+                    let mut half = left.clone();
+                    half.offsets[dim] = 1;
+                    entry.add(0, vec![half]);
+                }
+                entry.add(0, vec![left]);
+                index.tensors.insert(format!("w{number}"), entry);
+            }
+            index.to_text().unwrap()
+        };
+        let parse = |text: String| Index::parse(&text, Path::new("index.json"));
+        parse(text_of(2)).unwrap();
+        let error = parse(text_of(8)).unwrap_err().to_string();
+        assert!(error.contains("has 15 chunks that cut 14 dimensions: too many"), "{error}");
     }
 
     /// The rows of a rank of a matrix of 8192 x 28672, cut as evenly as they go.
