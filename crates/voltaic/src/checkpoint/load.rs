@@ -148,10 +148,10 @@ pub(crate) fn peek(path: &Path) -> Result<Beginning> {
     if is_folder(path) { shards::peek(path) } else { peek_file(path) }
 }
 
-/// The beginning of a checkpoint, whose lengths and checksums are verified.
+/// The beginning of a checkpoint, whose lengths and checksums are verified: with `(rank, ranks)` those of this rank's share of the files.
 ///
 /// # Errors
 /// As [`peek`], and if a file is damaged or missing.
-pub(crate) fn peek_whole(path: &Path) -> Result<Beginning> {
-    if is_folder(path) { shards::peek_whole(path) } else { peek_whole_file(path) }
+pub(crate) fn peek_whole(path: &Path, share: (usize, usize)) -> Result<Beginning> {
+    if is_folder(path) { shards::peek_whole(path, share) } else { peek_whole_file(path) }
 }

@@ -54,6 +54,7 @@ pub use load::{read, read_weights};
 pub(crate) use loop_state::{LoopState, OpenWindow, SavedGradients};
 pub(crate) use masters::{MASTER, exact, parameter_of, use_master_weights};
 pub(crate) use one_file::read_without_optimizers;
+pub(crate) use peek::Beginning;
 pub use progress::Progress;
 pub use shards::divide::write_folder;
 pub(crate) use shards::folder::is_folder;

@@ -312,6 +312,34 @@ fn goes_on_alone(folder: &Path, newest: u64) {
     assert!((value + LR * (newest + 1) as f64).abs() < 1e-3 * LR, "{value} after {newest}");
 }
 
+/// Bytes that this process has read.
+fn bytes_read() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/io").unwrap();
+    text.lines().find_map(|line| line.strip_prefix("rchar: ")).unwrap().parse().unwrap()
+}
+
+/// Rank 0 finds the last checkpoint, and reads no more of it than the others.
+fn all_look_at_the_last(ranks: usize, folder: &Path) {
+    let fit = |from: Option<&str>| {
+        let builder = silent(ranks, "zero3", folder).enable_checkpointing(true).max_steps(1);
+        let mut trainer = builder.callback(saver(&folder.join("saved"))).build().unwrap();
+        if let Some(from) = from {
+            trainer.ckpt_path(from);
+        }
+        let before = bytes_read();
+        trainer.fit(&mut Heavy::new(), &mut ones(ranks)).unwrap();
+        trainer.world().group().unwrap().all_gather_object(&(bytes_read() - before)).unwrap()
+    };
+    fit(None);
+    let read = fit(Some("last"));
+    let part = BALLAST as u64 * 12 / ranks as u64;
+    assert!(read.iter().all(|&read| read > 2 * part && read < 3 * part), "{read:?}, parts of {part}");
+}
+
+on_ranks_tests! {
+    no_rank_reads_the_last_checkpoint_alone: 4, all_look_at_the_last;
+}
+
 const KILLS: usize = 50;
 /// Of them without `VOLTAIC_TEST_ALL=1`.
 const SOME_KILLS: usize = 6;

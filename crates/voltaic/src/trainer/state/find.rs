@@ -6,13 +6,15 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::callback::{Callback, OnExceptionCheckpoint, SWA_FILE};
-use crate::checkpoint::{CheckpointPaths, peek, peek_whole, remove_leftovers};
+use crate::checkpoint::{Beginning, CheckpointPaths, peek, peek_whole, remove_leftovers};
 use crate::config::expand_home;
 use crate::data::Stage;
-use crate::error::{ConfigError, Problem, Result};
+use crate::distributed::{World, collective_scope};
+use crate::error::{ConfigError, Error, Problem, Result};
 use crate::logger::Logger;
 use crate::trainer::config::callbacks::is_a;
 use crate::trainer::config::values::CkptPath;
+use crate::trainer::session::agree::agreed;
 use crate::trainer::session::session::Run;
 use crate::trainer::state::restart::newest_of_slurm;
 
@@ -50,16 +52,41 @@ pub(crate) fn or_of_failed_run(run: &Run, ckpt_path: Option<CkptPath>) -> Result
 /// # Collective
 /// Rank 0 looks.
 pub(crate) fn find(run: &Run, ckpt_path: &CkptPath, stage: Stage) -> Result<Option<PathBuf>> {
-    let is_global_zero = run.world().is_global_zero();
+    let _named = collective_scope("the checkpoint to start from");
     let found = match ckpt_path {
         CkptPath::At(path) => return Ok(Some(expand_home(path))),
-        _ if !is_global_zero => Ok(None),
+        _ if !run.world().is_global_zero() => {
+            look_for_rank_zero(run.world())?;
+            Ok(None)
+        }
         CkptPath::Best => best(run).map(Some),
         CkptPath::Last => last(run, stage),
         CkptPath::Hpc => of_slurm(run).map(Some),
     };
+    if let Some(group) = run.world().peers().filter(|group| group.rank() == 0) {
+        group.broadcast_object(&None::<PathBuf>, 0)?;
+    }
     let found: Result<Option<PathBuf>, Problem> = run.world().of_rank_zero(found)?;
     found.map_err(|problem| ConfigError::at("ckpt_path", problem).into())
+}
+
+/// The beginning of a checkpoint that is whole. Of a folder each rank looks at its share of the files.
+fn whole(world: &World, path: &Path) -> Result<Beginning> {
+    let Some(group) = world.peers().filter(|_| path.is_dir()) else { return peek_whole(path, (0, 1)) };
+    group.broadcast_object(&Some(path.to_path_buf()), 0)?;
+    agreed(world, "read", path, peek_whole(path, (0, world.world_size)))
+}
+
+/// On other ranks than 0: looks at the shares of folders that rank 0 names, until it names none.
+fn look_for_rank_zero(world: &World) -> Result<()> {
+    let Some(group) = world.peers() else { return Ok(()) };
+    while let Some(path) = group.broadcast_object(&None::<PathBuf>, 0)? {
+        let looked = peek_whole(&path, (world.rank, world.world_size));
+        if let Err(error @ Error::Distributed(_)) = agreed(world, "read", &path, looked) {
+            return Err(error);
+        }
+    }
+    Ok(())
 }
 
 fn last(run: &Run, stage: Stage) -> Result<Option<PathBuf>, Problem> {
@@ -174,7 +201,7 @@ impl Places {
     /// it says what is wrong. A fit takes one of weights alone only to say that it cannot resume it.
     fn newest(&self, run: &Run, stage: Stage) -> Option<PathBuf> {
         let mut damaged = Vec::new();
-        let mut serves = |path: &&PathBuf| match peek_whole(path) {
+        let mut serves = |path: &&PathBuf| match whole(run.world(), path) {
             Ok(beginning) if stage == Stage::Fit => beginning.training.is_some(),
             Ok(_) => path.file_name().is_none_or(|name| name != SWA_FILE),
             Err(error) => {

@@ -109,15 +109,16 @@ pub(crate) fn or_of_requeued_job(run: &Run, ckpt_path: Option<CkptPath>) -> Resu
 pub(crate) fn newest_of_slurm(root: &Path, job: Option<&str>) -> Option<PathBuf> {
     let mut saved = saved(root);
     saved.sort();
-    let mut serving = saved.into_iter().rev().map(|(_, path)| path).filter(|path| match peek_whole(path) {
-        Ok(beginning) => job.is_none_or(|job| {
-            beginning.training.is_some_and(|training| training["slurm_job"].as_str() == Some(job))
-        }),
-        Err(error) => {
-            tracing::warn!("{error}; passed over");
-            false
-        }
-    });
+    let mut serving =
+        saved.into_iter().rev().map(|(_, path)| path).filter(|path| match peek_whole(path, (0, 1)) {
+            Ok(beginning) => job.is_none_or(|job| {
+                beginning.training.is_some_and(|training| training["slurm_job"].as_str() == Some(job))
+            }),
+            Err(error) => {
+                tracing::warn!("{error}; passed over");
+                false
+            }
+        });
     serving.next()
 }
 
