@@ -26,6 +26,7 @@ use super::optimizers::into_optimizers;
 use super::param_group::{ParamGroup, ParamGroupSpec};
 use super::problems::Problems;
 use super::sgd::Sgd;
+use crate::config::nearest;
 use crate::error::{ConfigProblem, Error, Result};
 use crate::nn::Parameter;
 
@@ -57,12 +58,8 @@ impl ClassPath {
     }
 
     fn unknown(&self, what: &str, known: &[&str]) -> String {
-        let near = known
-            .iter()
-            .map(|name| (strsim::jaro_winkler(&name.to_lowercase(), &self.class().to_lowercase()), name))
-            .max_by(|a, b| a.0.total_cmp(&b.0))
-            .filter(|(similarity, _)| *similarity > 0.7);
-        let hint = near.map(|(_, name)| format!("did you mean {name}? ")).unwrap_or_default();
+        let near = nearest(self.class(), known.iter().copied());
+        let hint = near.map(|name| format!("did you mean {name}? ")).unwrap_or_default();
         format!("class_path: {} is not {what}; {hint}there are {}", self.class_path, known.join(", "))
     }
 }
