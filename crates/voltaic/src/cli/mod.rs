@@ -22,7 +22,6 @@ mod commands;
 mod console;
 mod generate;
 mod help;
-mod log;
 mod outcome;
 mod quantize;
 mod registry;
@@ -36,15 +35,16 @@ pub use console::Console;
 pub use registry::{FromConfig, Registry};
 pub use request::{RunRequest, Verb};
 
-use crate::distributed::{RequeueSignal, keep_notice};
-use crate::error::{Error, report_lost_lines};
+use crate::distributed::{RequeueSignal, Variables, keep_notice};
+use crate::error::{Error, print_log, report_lost_lines};
 use args::Command;
 use outcome::Failure;
 
 /// Runs the command line of this process and returns its exit code.
 pub fn run(registry: Registry) -> ExitCode {
     outcome::quiet_panics();
-    log::print_log();
+    // what voltaic has to say, which the first rank says for all, and warnings of everything else
+    print_log(if Variables::of_process().is_one_more_rank() { "warn" } else { "warn,voltaic=info" });
     let kept = keep_notice(RequeueSignal::SigUsr1); // models and data may take long to load
     let mut arguments = std::env::args_os();
     let program = arguments.next().unwrap_or_default();

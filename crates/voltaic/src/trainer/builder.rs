@@ -6,7 +6,7 @@ use crate::accelerator::{AcceleratorChoice, Devices};
 use crate::callback::{Callback, TimeSpan};
 use crate::checkpoint::CheckpointIo;
 use crate::distributed::report_config_error;
-use crate::error::{ConfigError, Result};
+use crate::error::{ConfigError, Result, print_log};
 use crate::ffi;
 use crate::graph::CompileBackend;
 use crate::logger::{Logger, Loggers};
@@ -216,6 +216,8 @@ impl TrainerBuilder {
     /// With several ranks on this node and no launcher around it, the call starts them by running this program again with
     /// the same arguments, waits for them, and ends the process with their exit code: what follows it runs in the ranks.
     ///
+    /// Warnings go to standard error from now on, unless the program has set a `tracing` subscriber before; `RUST_LOG` says which lines do.
+    ///
     /// libtorch's memory comes from the host pool from now on ([`ffi::install_host_pool`]), and some of its kernels for
     /// the CPU are voltaic's ([`ffi::install_kernels`]).
     ///
@@ -224,6 +226,7 @@ impl TrainerBuilder {
     /// [`SwitchError`](crate::error::SwitchError)
     /// if `VOLTAIC_HOST_POOL` or `VOLTAIC_CPU_KERNELS` has a value it cannot have.
     pub fn build(mut self) -> Result<Trainer> {
+        print_log("warn");
         ffi::check_libtorch()?;
         let Resolved { mut plan, accelerator, searches } = resolve(&mut self.config, &mut self.parts)?;
         if let Some(backend) = plan.compile {
@@ -241,6 +244,7 @@ impl TrainerBuilder {
 
     /// What [`TrainerBuilder::build`] does, without a trainer around it.
     pub(super) fn assemble(mut self) -> Result<(TrainPlan, Run)> {
+        print_log("warn");
         ffi::check_libtorch()?;
         let Resolved { plan, accelerator, .. } = resolve(&mut self.config, &mut self.parts)?;
         let assembled = assemble(&self.config, self.parts, plan, accelerator);

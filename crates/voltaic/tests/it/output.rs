@@ -1,8 +1,13 @@
-//! Standard output and standard error that cannot be written.
+//! Standard output and standard error: what they get, and that cannot be written.
 
 use std::fs::File;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
+
+use tempfile::TempDir;
+
+use crate::ddp::{Net, loaders};
+use crate::probe::{own_process, plays, silent};
 
 /// A run of one batch by the real `voltaic` in a folder of its own.
 fn short_run(verb: &str, stdout: impl Into<Stdio>, stderr: impl Into<Stdio>) -> Output {
@@ -71,4 +76,29 @@ fn paths_that_a_run_names_do_not_control_the_terminal() {
     let text = String::from_utf8_lossy(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{text}");
     assert!(text.contains("a\\u{1b}[31mb") && !text.contains('\x1b'), "{text}");
+}
+
+/// Warnings are shown, unless the program decides where they go.
+#[test]
+fn a_program_without_a_subscriber_shows_warnings() {
+    let fit = || {
+        let mut trainer = silent().max_epochs(1).limit_val_batches(0).build().unwrap();
+        trainer.ckpt_path("last").fit(&mut Net::new(), &mut loaders(None)).unwrap();
+    };
+    let own = || tracing::subscriber::set_global_default(tracing::subscriber::NoSubscriber::default());
+    if plays("shows") {
+        fit();
+        return assert!(own().is_err());
+    }
+    if plays("decides") {
+        own().unwrap();
+        return fit();
+    }
+    for (part, is_shown) in [("shows", true), ("decides", false)] {
+        let folder = TempDir::new().unwrap();
+        let output = own_process(part).current_dir(folder.path()).env_remove("RUST_LOG").output().unwrap();
+        assert!(output.status.success());
+        let shown = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(shown.contains("ckpt_path=last, but there is no checkpoint"), is_shown, "{shown}");
+    }
 }

@@ -4,24 +4,18 @@ use std::io::{self, IsTerminal, Write};
 
 use tracing_subscriber::EnvFilter;
 
-use crate::distributed::Variables;
-use crate::error::write_stderr;
+use super::stderr::write_stderr;
 
-/// Without the variable `RUST_LOG`: what voltaic has to say, and warnings of everything else.
-const DEFAULT: &str = "warn,voltaic=info";
-/// The same of a rank beside the first, which says what is common to all.
-const DEFAULT_OF_OTHERS: &str = "warn";
-
-/// Prints log lines from now on, unless the program has arranged for that itself.
-pub(super) fn print_log() {
-    let default = if Variables::of_process().is_one_more_rank() { DEFAULT_OF_OTHERS } else { DEFAULT };
+/// Prints log lines from now on, unless the program has arranged for that itself: those that pass the variable `RUST_LOG`, or without it
+/// the filter `default`.
+pub(crate) fn print_log(default: &str) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
     let has_colour =
         io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
     let printer =
         tracing_subscriber::fmt().with_env_filter(filter).with_writer(Lines::default).with_ansi(has_colour);
-    // fails if there is a subscriber already, whose business the lines then are
-    let _ = printer.without_time().with_target(false).try_init();
+    // fails if there is a subscriber already, whose business the lines then are; records of the crate log are the program's
+    let _ = tracing::subscriber::set_global_default(printer.without_time().with_target(false).finish());
 }
 
 /// Standard error, on which a progress bar may stand: a line begins by wiping what is there.
