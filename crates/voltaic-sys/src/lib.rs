@@ -344,6 +344,7 @@ unsafe extern "C" {
     pub fn vt_base_hook(tensor: vt_tensor, callbacks: vt_autograd_callbacks) -> *mut vt_error;
     pub fn vt_gradient_edge(tensor: vt_tensor, node: *mut usize, output: *mut u32) -> *mut vt_error;
     pub fn vt_at_backward_end(callbacks: vt_autograd_callbacks) -> *mut vt_error;
+    pub fn vt_backward(loss: vt_tensor, retain_graph: i32) -> *mut vt_error;
     pub fn vt_is_in_backward() -> i32;
     pub fn vt_save_policy_new() -> *mut vt_save_policy;
     pub fn vt_save_policy_add(

@@ -58,6 +58,8 @@ vt_error *vt_base_hook(vt_tensor tensor, vt_autograd_callbacks callbacks);
 vt_error *vt_gradient_edge(vt_tensor tensor, size_t *node, uint32_t *output);
 // Within a backward pass: calls backward without tensors when the pass is over; within nested passes, when the outermost is.
 vt_error *vt_at_backward_end(vt_autograd_callbacks callbacks);
+// Adds gradients of `loss` to those of the leaves; with `retain_graph` its graph stays.
+vt_error *vt_backward(vt_tensor loss, int32_t retain_graph);
 // Whether this thread runs a backward pass.
 int32_t vt_is_in_backward(void);
 

@@ -94,6 +94,10 @@ vt_error *vt_autograd_function(const vt_tensor *inputs, size_t num_inputs, const
   });
 }
 
+vt_error *vt_backward(vt_tensor loss, int32_t retain_graph) {
+  return voltaic::guard([&] { loss->backward({}, retain_graph != 0); });
+}
+
 vt_error *vt_autograd_grad(const vt_tensor *outputs, const vt_tensor *grad_outputs, size_t num_outputs,
                            const vt_tensor *inputs, size_t num_inputs, vt_tensor *grads) {
   return voltaic::guard([&] {

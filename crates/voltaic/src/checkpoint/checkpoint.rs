@@ -123,11 +123,15 @@ impl Checkpoint {
 
     /// Leaves out weights with these names, of parameters that are frozen.
     pub(crate) fn leave_out(&mut self, frozen: Vec<String>) {
-        let stays = |name: &str| !frozen.iter().any(|frozen| frozen == name);
+        self.keep(&|name| !frozen.iter().any(|frozen| frozen == name));
+        self.meta.frozen = frozen;
+    }
+
+    /// Leaves out weights whose names do not pass.
+    pub(crate) fn keep(&mut self, stays: &dyn Fn(&str) -> bool) {
         self.weights.retain(|(name, _)| stays(name));
         self.parts.retain(|part| stays(&part.name));
         self.tied.retain(|(alias, _)| stays(alias));
-        self.meta.frozen = frozen;
     }
 
     /// The checkpoint with all its tensors on the host; those that are there are shared.

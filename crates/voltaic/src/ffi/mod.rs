@@ -23,8 +23,8 @@ pub use activities::{
     Activity, ActivityRow, KERNELS, MemoryChange, Recorded, collective_begins, collective_ends,
 };
 pub use autograd::function::{
-    at_backward_end, autograd_function, autograd_function_saving, autograd_grad, base_hook, grad_is_enabled,
-    gradient_edge, is_in_backward, tensor_hook,
+    at_backward_end, autograd_function, autograd_function_saving, autograd_grad, backward, base_hook,
+    grad_is_enabled, gradient_edge, is_in_backward, tensor_hook,
 };
 pub use autograd::hooks::{
     GradHook, SingleThreadedEngine, clear_grads, engine_multithreading, set_engine_multithreading, set_grad,

@@ -161,7 +161,7 @@ pub trait LightningModule: Module + Sized {
         clip: Option<GradientClip>,
         ctx: &mut HookContext,
     ) -> anyhow::Result<()> {
-        Ok(clip.map_or(Ok(()), |clip| optimizer.clip(clip))?)
+        Ok(clip.map_or(Ok(()), |clip| optimizer.clip(clip).map(drop))?)
     }
 
     /// Steps the optimizer: override it for a warm-up of your own. Not called with manual optimization, nor for a step left out

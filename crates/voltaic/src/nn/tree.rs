@@ -229,14 +229,15 @@ impl StateEntry {
     }
 }
 
-/// [`ModuleExt::load_state_dict`], strictly, with a function that copies the values of a name, for tensors that are not all in
+/// [`ModuleExt::load_state_dict`] with a function that copies the values of a name, for tensors that are not all in
 /// memory. The state has these names and shapes.
 pub(crate) fn load_state_dict_each(
     module: &dyn Module,
     shapes: &[(&str, Vec<i64>)],
+    strict: bool,
     fill: &mut dyn FnMut(&str, &StateEntry) -> Result<()>,
-) -> Result<()> {
-    load_each(module.type_name(), &StateEntry::of(module), shapes, true, fill).map(drop)
+) -> Result<IncompatibleKeys> {
+    load_each(module.type_name(), &StateEntry::of(module), shapes, strict, fill)
 }
 
 /// The tensors of [`ModuleExt::try_state_dict`] that `is_wanted` selects by name; others are not gathered.

@@ -83,15 +83,16 @@ pub enum GradientClip {
 }
 
 impl GradientClip {
-    /// Limits the gradients of all parameters in `groups`, in place; see [`clip_grad_norm`] and [`clip_grad_value`].
+    /// Limits the gradients of all parameters in `groups`, in place; see [`clip_grad_norm`], whose norm is returned, and
+    /// [`clip_grad_value`].
     ///
     /// # Errors
     /// [`ConfigError`] if the limit is negative or NaN.
-    pub fn apply(self, groups: &[ParamGroup]) -> Result<()> {
+    pub fn apply(self, groups: &[ParamGroup]) -> Result<Option<Tensor>> {
         let params = groups.iter().flat_map(|group| group.params()).map(|(_, parameter)| parameter.leaf());
         match self {
-            Self::Norm(max_norm) => clip_grad_norm(params, max_norm).map(drop),
-            Self::Value(value) => clip_grad_value(params, value),
+            Self::Norm(max_norm) => clip_grad_norm(params, max_norm).map(Some),
+            Self::Value(value) => clip_grad_value(params, value).map(|()| None),
         }
     }
 }

@@ -659,7 +659,7 @@ impl<R: Rule> Optimizer for Engine<R> {
         norm
     }
 
-    fn clip(&mut self, clip: GradientClip) -> Result<()> {
+    fn clip(&mut self, clip: GradientClip) -> Result<Option<Tensor>> {
         self.show_updates(true)?;
         clip.apply(&self.groups)
     }

@@ -125,11 +125,12 @@ pub trait Optimizer: Send {
         Ok(())
     }
 
-    /// Limits the gradients in place; what `configure_gradient_clipping` does unless it is overridden.
+    /// Limits the gradients in place; what `configure_gradient_clipping` does unless it is overridden. Returns the norm before, of shape
+    /// `[]`, with [`GradientClip::Norm`].
     ///
     /// # Errors
     /// [`ConfigError`](crate::error::ConfigError) if the limit is negative or NaN; as [`Optimizer::unscale`].
-    fn clip(&mut self, clip: GradientClip) -> Result<()> {
+    fn clip(&mut self, clip: GradientClip) -> Result<Option<Tensor>> {
         clip.apply(self.param_groups())
     }
 

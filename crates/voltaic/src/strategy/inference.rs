@@ -207,7 +207,7 @@ fn take_weights(module: &impl Module, checkpoint: &Checkpoint, unread: &Unread) 
         module.named_parameters().iter().any(is_full)
     });
     let mut failures = Failures::of(unread);
-    load_state_dict_each(module.as_dyn(), &unread.weights(), &mut |name, held| {
+    load_state_dict_each(module.as_dyn(), &unread.weights(), true, &mut |name, held| {
         failures.note(held.read(unread, name, masters.get(name).copied()))
     })?;
     failures.end()

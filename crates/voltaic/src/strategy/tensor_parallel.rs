@@ -457,12 +457,13 @@ impl Optimizer for SlicedOptimizer {
 
     /// # Collective
     /// All ranks must call it.
-    fn clip(&mut self, clip: GradientClip) -> Result<()> {
+    fn clip(&mut self, clip: GradientClip) -> Result<Option<Tensor>> {
         let GradientClip::Norm(max_norm) = clip else { return self.inner.clip(clip) };
         self.inner.show_updates(true)?;
         let norm = self.norm(2.0)?;
         let params = self.inner.param_groups().iter().flat_map(ParamGroup::params);
-        clip_to_norm(params.map(|(_, parameter)| parameter.leaf()), &norm, max_norm)
+        clip_to_norm(params.map(|(_, parameter)| parameter.leaf()), &norm, max_norm)?;
+        Ok(Some(norm))
     }
 
     fn state_dict(&self) -> OptimizerState {

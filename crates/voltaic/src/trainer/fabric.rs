@@ -21,31 +21,37 @@
 //!
 //! Source: `lightning.fabric.Fabric`. `examples/fabric_gpt.rs` is nanoGPT's loop.
 
+mod data;
+mod module;
+
 use std::cell::Cell;
 use std::collections::HashSet;
-use std::ops::{Deref, DerefMut, Index, Range};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tch::Tensor;
 
+pub use self::data::{FabricBatches, FabricDataLoader};
+use self::data::{Place, locked};
+pub use self::module::{FabricModule, FabricOptimizers};
 use crate::accelerator::{AcceleratorChoice, Devices, rng};
-use crate::data::{Batch, BatchIter, DataLoader, EpochRange, Loaders, Remainder};
+use crate::data::{Batch, DataLoader, EpochRange, Loaders, Remainder};
 use crate::device::Device;
 use crate::distributed::{ReduceOp, World, collective_scope};
 use crate::error::{ConfigError, Error, Result};
 use crate::ffi;
 use crate::logger::Logger;
-use crate::module::{CheckpointRequest, LightningModule, ModuleTensors, StepContext, Training};
+use crate::module::CheckpointRequest;
 use crate::nn::{
-    CallInterceptor, InterceptorHandle, InterceptorLevel, Member, Metric, Module, ModuleExt, Next,
+    CallInterceptor, IncompatibleKeys, InterceptorHandle, InterceptorLevel, Module, ModuleExt, Next,
     SyncBatchNorm, intercept_calls, set_training,
 };
-use crate::optim::{GradientClip, OffloadState, OffloadStates, Optimizer, Optimizers, ParamGroup};
+use crate::optim::{GradientClip, Optimizers};
 use crate::precision::fp8::reduce_amaxes;
 use crate::precision::{AutocastGuard, LossScale, autocast};
 use crate::strategy::{StrategyChoice, Votes};
@@ -59,7 +65,7 @@ use crate::trainer::run::stages::{checkpoint_calls, no_module};
 use crate::trainer::session::agree::agreed;
 use crate::trainer::session::hooks::{guarded, hook_error};
 use crate::trainer::session::session::{CallOptions, Run, Session};
-use crate::trainer::state::restore::{load, restore_module, restore_training};
+use crate::trainer::state::restore::{load, restore_module, restore_training, restore_weights};
 use crate::trainer::state::write::save_weights;
 
 /// Describes a [`Fabric`]; each setter is the one of [`TrainerBuilder`] with this name.
@@ -108,10 +114,10 @@ impl FabricBuilder {
     pub fn launch(self) -> Result<Fabric> {
         let (plan, run) = self.builder.assemble()?;
         let options = CallOptions { is_own_loop: true, ..CallOptions::default() };
-        let seed = Arc::default();
+        let place = Arc::default();
         let (is_inside, calls) = (Rc::default(), None);
         let [has_module, steps_schedules] = [false; 2];
-        Ok(Fabric { plan, run, options, has_module, syncs: true, steps_schedules, seed, is_inside, calls })
+        Ok(Fabric { plan, run, options, has_module, syncs: true, steps_schedules, place, is_inside, calls })
     }
 }
 
@@ -128,8 +134,7 @@ pub struct Fabric {
     syncs: bool,
     /// Schedules are those of DeepSpeed's settings, which follow the steps.
     steps_schedules: bool,
-    /// The seed of loaders that have none of their own: of the first that was set up, or of a checkpoint.
-    seed: Arc<Mutex<Option<u64>>>,
+    place: Arc<Mutex<Place>>,
     /// In `forward` or `backward`.
     is_inside: Rc<Cell<bool>>,
     calls: Option<InterceptorHandle>,
@@ -231,19 +236,32 @@ impl Fabric {
         Ok((module, optimizers))
     }
 
-    /// Leaves the loader with this rank's part of the samples, as the trainer does; its batches come on the device.
+    /// Leaves the loader with this rank's part of the samples, as the trainer does; its batches come on the device. Set the loader of
+    /// the training data up first, before [`Fabric::load`]: checkpoints have the position in it.
     ///
     /// # Errors
     /// As [`DataLoader::shard`].
     pub fn setup_dataloaders<B: Batch>(&self, mut loader: DataLoader<B>) -> Result<FabricDataLoader<B>> {
-        let mut seed = self.seed.lock().unwrap_or_else(PoisonError::into_inner);
-        seed.get_or_insert_with(rng::global_seed);
+        let mut place = locked(&self.place);
+        place.seed.get_or_insert_with(rng::global_seed);
         let dp = &self.run.world().mesh().dp;
         if dp.size > 1 && self.plan.ranks.use_distributed_sampler {
             loader.shard(dp.rank, dp.size, Remainder::Repeat)?;
         }
         let (device, dtype) = (self.plan.device, self.plan.precision.true_dtype());
-        Ok(FabricDataLoader { loader, seed: self.seed.clone(), device, dtype })
+        let is_first = place.shape.is_none();
+        place.shape.get_or_insert((loader.num_batches(), loader.batch_size()));
+        Ok(FabricDataLoader { loader, place: self.place.clone(), is_first, device, dtype })
+    }
+
+    /// Where the loop stands in the loader that was set up first: at the batch after those that it has given, or after those of a
+    /// checkpoint that was loaded. `loader.iter(fabric.position())` goes on there.
+    pub fn position(&self) -> EpochRange {
+        let place = locked(&self.place);
+        match place.epoch_ended() {
+            true => EpochRange::epoch(place.epoch + 1),
+            false => EpochRange::epoch(place.epoch).from_batch(place.batch_idx as usize),
+        }
     }
 
     /// Calls the module: `body` runs under the precision's autocast, and a strategy that shards weights gathers those of each layer
@@ -288,13 +306,35 @@ impl Fabric {
     /// # Errors
     /// If the loss has another shape or requires no grad; libtorch's; [`DistributedError`](crate::error::DistributedError) if a rank is gone.
     pub fn backward<M: Module>(&mut self, module: &FabricModule<M>, loss: &Tensor) -> Result<()> {
+        self.backward_from(module, loss, false)
+    }
+
+    /// [`Fabric::backward`] after which another pass can go through the same graph, such as that of a second loss: PyTorch's
+    /// `retain_graph=True`.
+    ///
+    /// # Errors
+    /// As [`Fabric::backward`].
+    pub fn backward_retaining_graph<M: Module>(
+        &mut self,
+        module: &FabricModule<M>,
+        loss: &Tensor,
+    ) -> Result<()> {
+        self.backward_from(module, loss, true)
+    }
+
+    fn backward_from<M: Module>(
+        &mut self,
+        module: &FabricModule<M>,
+        loss: &Tensor,
+        retains_graph: bool,
+    ) -> Result<()> {
         let _named = collective_scope("backward");
         let Run { engine, at, facts, .. } = &mut self.run;
         let hooks = facts.module_hooks.clone();
         let _inside = Inside::begin(&self.is_inside);
         engine.backward(loss, self.syncs, Votes::default(), |loss| {
             let run = || {
-                guarded(|| Ok(loss.f_backward()?))
+                guarded(|| Ok(ffi::backward(loss, retains_graph)?))
                     .map_err(|source| hook_error("backward", &at.progress, source))
             };
             hooks.within(module.as_module(), run).and_then(|done| done)
@@ -319,11 +359,16 @@ impl Fabric {
         done
     }
 
-    /// Limits the gradients, after a backward pass that has averaged them.
+    /// Limits the gradients, after a backward pass that has averaged them. Returns the norm of all gradients before, of shape `[]` on the
+    /// device, with [`GradientClip::Norm`]; each optimizer's are limited by themselves.
     ///
     /// # Errors
-    /// As [`Fabric::step`]; as [`Optimizer::clip`].
-    pub fn clip_gradients(&mut self, optimizers: &mut FabricOptimizers, clip: GradientClip) -> Result<()> {
+    /// As [`Fabric::step`]; as [`Optimizer::clip`](crate::optim::Optimizer::clip).
+    pub fn clip_gradients(
+        &mut self,
+        optimizers: &mut FabricOptimizers,
+        clip: GradientClip,
+    ) -> Result<Option<Tensor>> {
         self.clip_some(optimizers, 0..optimizers.len(), clip)
     }
 
@@ -336,7 +381,7 @@ impl Fabric {
         optimizers: &mut FabricOptimizers,
         index: usize,
         clip: GradientClip,
-    ) -> Result<()> {
+    ) -> Result<Option<Tensor>> {
         optimizers.check(index)?;
         self.clip_some(optimizers, index..index + 1, clip)
     }
@@ -346,13 +391,17 @@ impl Fabric {
         optimizers: &mut FabricOptimizers,
         which: Range<usize>,
         clip: GradientClip,
-    ) -> Result<()> {
+    ) -> Result<Option<Tensor>> {
         let _named = collective_scope("clip_gradients");
         self.unscale(optimizers, which.clone())?;
-        for optimizer in &mut optimizers.training.optimizers[which.clone()] {
-            optimizer.clip(clip)?;
+        let all = optimizers.training.optimizers[which.clone()].iter_mut();
+        let norms: Vec<Tensor> =
+            all.filter_map(|optimizer| optimizer.clip(clip).transpose()).collect::<Result<_>>()?;
+        self.run.engine.of_call.gradients.note_changed(which)?;
+        match norms.len() {
+            0 | 1 => Ok(norms.into_iter().next()),
+            _ => Ok(Some(Tensor::f_stack(&norms, 0)?.f_norm()?)),
         }
-        self.run.engine.of_call.gradients.note_changed(which)
     }
 
     /// Takes the scale of the loss out of the gradients, once before a step.
@@ -390,7 +439,7 @@ impl Fabric {
         let all_finite = self.unscale(optimizers, which.clone())?;
         if all_finite {
             for optimizer in &mut optimizers.training.optimizers[which.clone()] {
-                self.plan.clip.map_or(Ok(()), |clip| optimizer.clip(clip))?;
+                self.plan.clip.map(|clip| optimizer.clip(clip)).transpose()?;
                 optimizer.step()?;
             }
             ffi::clear_autocast_cache()?; // it has the weights from before the step, in another dtype
@@ -428,7 +477,8 @@ impl Fabric {
     }
 
     /// Writes a checkpoint that [`Fabric::load`] and the trainer's `ckpt_path` read: a file, or a folder if the strategy shards states. It
-    /// has weights, optimizers, schedules, gradients that there are, random states, and `state`: your position in the data, say.
+    /// has weights, optimizers, schedules, gradients that there are, random states, the position in the data ([`Fabric::position`]), and
+    /// `state`. Save when the work on a batch is done.
     ///
     /// # Errors
     /// If `state` cannot be serialized; [`CheckpointError`](crate::error::CheckpointError) on all ranks if one of them cannot write.
@@ -457,7 +507,7 @@ impl Fabric {
     }
 
     /// Restores what [`Fabric::save`] has written, by this number of ranks or another, and returns its `state`. Gradients of before are
-    /// dropped.
+    /// dropped. A checkpoint of the trainer has no such state: load it as an `Option<S>`, and go on at [`Fabric::position`].
     ///
     /// # Errors
     /// [`CheckpointError`](crate::error::CheckpointError) if it is not such a checkpoint or does not fit; if its state is of another type.
@@ -471,11 +521,18 @@ impl Fabric {
             let mut loaded = load(session, path, true)?;
             restore_module(session, &mut loaded, path)?;
             let resumed = restore_training(session, loaded, path.to_path_buf())?;
+            if session.run.facts.num_training_batches > 0 {
+                resumed.find_position(session.run, session.plan, 1)?;
+            }
             let rows = session.run.resume_loggers();
             agreed(session.run.world(), "write", &session.run.facts.log_dir, rows)?;
             resumed.set_rng()
         })?;
-        *self.seed.lock().unwrap_or_else(PoisonError::into_inner) = Some(self.run.seed);
+        let at = &mut self.run.at.progress;
+        at.enter_next_epoch();
+        let mut place = locked(&self.place);
+        (place.seed, place.epoch, place.batch_idx) = (Some(self.run.seed), at.current_epoch, at.batch_idx);
+        drop(place);
         serde_json::from_value(module.state.take())
             .map_err(|error| Error::io("read the state of", path, error.into()))
     }
@@ -490,8 +547,39 @@ impl Fabric {
         module: &FabricModule<M>,
         path: impl AsRef<Path>,
     ) -> Result<()> {
+        self.save_weights_if(module, path, &|_| true)
+    }
+
+    /// [`Fabric::save_weights`] of the parameters and buffers whose fqn passes the filter, the same on all ranks.
+    ///
+    /// # Errors
+    /// As [`Fabric::save_weights`].
+    pub fn save_weights_if<M: Module>(
+        &mut self,
+        module: &FabricModule<M>,
+        path: impl AsRef<Path>,
+        filter: &dyn Fn(&str) -> bool,
+    ) -> Result<()> {
         let _named = collective_scope("save_weights");
-        save_weights(&mut self.run, module, path.as_ref(), None)
+        save_weights(&mut self.run, module, path.as_ref(), (None, filter))
+    }
+
+    /// Takes the weights alone of a checkpoint, of weights or of a whole run. Returns the names that are on one side only, of which
+    /// there are none if it is `strict`: their weights stay as they are.
+    ///
+    /// # Errors
+    /// [`CheckpointError`](crate::error::CheckpointError) if it is no checkpoint or does not fit.
+    pub fn load_weights<M: Module>(
+        &mut self,
+        path: impl AsRef<Path>,
+        module: &mut FabricModule<M>,
+        strict: bool,
+    ) -> Result<IncompatibleKeys> {
+        let path = path.as_ref();
+        self.with_session(module, &mut FabricOptimizers::default(), |session| {
+            let mut loaded = load(session, path)?;
+            restore_weights(session, &mut loaded, path, strict)
+        })
     }
 
     /// Ends training: gathers the weights, closes the loggers, and returns the module, whole on each rank. Where no rank has memory for
@@ -511,7 +599,7 @@ impl Fabric {
     /// # Errors
     /// If a logger cannot write.
     pub fn log(&mut self, name: &str, value: f64, step: u64) -> Result<()> {
-        self.log_dict(&[(name.to_owned(), value)], step)
+        self.log_dict([(name, value)], step)
     }
 
     /// [`Fabric::log`] of several values, as one row. After [`Fabric::load`], rows of an earlier run in the same folder stay that
@@ -519,10 +607,16 @@ impl Fabric {
     ///
     /// # Errors
     /// If a logger cannot write.
-    pub fn log_dict(&mut self, metrics: &[(String, f64)], step: u64) -> Result<()> {
+    pub fn log_dict<N: Into<String>>(
+        &mut self,
+        metrics: impl IntoIterator<Item = (N, f64)>,
+        step: u64,
+    ) -> Result<()> {
+        let metrics: Vec<(String, f64)> =
+            metrics.into_iter().map(|(name, value)| (name.into(), value)).collect();
         let next = &mut self.run.at.progress.batches_that_stepped; // from which step on rows are written, as in the trainer
         *next = step.saturating_add(1).max(*next);
-        self.run.loggers.iter_mut().try_for_each(|logger| logger.log_metrics(metrics, step))
+        self.run.loggers.iter_mut().try_for_each(|logger| logger.log_metrics(&metrics, step))
     }
 
     /// Prints on rank 0.
@@ -532,28 +626,30 @@ impl Fabric {
         }
     }
 
-    /// `tensor` reduced over all ranks, as a new tensor.
+    /// Each tensor of `values` reduced over all ranks, as a new one: of a tensor, a tuple, a `Vec`, or a `HashMap` by name.
     ///
     /// # Errors
     /// [`DistributedError::Collective`](crate::error::DistributedError::Collective).
-    pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
-        let own = tensor.f_detach()?.f_contiguous()?.copy();
-        if let Some(group) = self.run.world().group() {
-            group.all_reduce(&own, op)?;
-        }
-        Ok(own)
+    pub fn all_reduce<B: Batch>(&self, values: B, op: ReduceOp) -> Result<B> {
+        values.map_tensors(&mut |tensor| {
+            let own = tensor.f_detach()?.f_contiguous()?.copy();
+            self.run.world().group().map_or(Ok(()), |group| group.all_reduce(&own, op))?;
+            Ok(own)
+        })
     }
 
-    /// `tensor` of all ranks, stacked along a new first dimension.
+    /// Each tensor of `values`, as of [`Fabric::all_reduce`], of all ranks, stacked along a new first dimension.
     ///
     /// # Errors
     /// [`DistributedError::Collective`](crate::error::DistributedError::Collective).
-    pub fn all_gather(&self, tensor: &Tensor) -> Result<Tensor> {
-        let own = tensor.f_detach()?.f_contiguous()?;
-        match self.run.world().group() {
-            Some(group) => group.all_gather(&own),
-            None => Ok(own.f_unsqueeze(0)?),
-        }
+    pub fn all_gather<B: Batch>(&self, values: B) -> Result<B> {
+        values.map_tensors(&mut |tensor| {
+            let own = tensor.f_detach()?.f_contiguous()?;
+            match self.run.world().group() {
+                Some(group) => group.all_gather(&own),
+                None => Ok(own.f_unsqueeze(0)?),
+            }
+        })
     }
 
     /// `value` of rank `src` on all ranks.
@@ -573,6 +669,48 @@ impl Fabric {
     /// [`DistributedError::Collective`](crate::error::DistributedError::Collective).
     pub fn barrier(&self) -> Result<()> {
         self.run.world().barrier()
+    }
+
+    /// Runs `body` on rank 0, and then on the others: such as what fetches a file that all read. With `local` on the first rank of each
+    /// node before its others.
+    ///
+    /// # Errors
+    /// Of this rank; on all ranks if the first has failed.
+    pub fn rank_zero_first<T>(&self, local: bool, mut body: impl FnMut() -> anyhow::Result<T>) -> Result<T> {
+        let world = self.run.world();
+        let _named = collective_scope("rank_zero_first");
+        let mut run = || {
+            guarded(&mut body).map_err(|source| hook_error("rank_zero_first", &self.run.at.progress, source))
+        };
+        let is_first = if local { world.local_rank == 0 } else { world.rank == 0 };
+        let done = if is_first { run().map(Some) } else { Ok(None) };
+        match agreed(world, "run", Path::new("rank_zero_first"), done)? {
+            Some(done) => Ok(done),
+            None => run(),
+        }
+    }
+
+    /// A batch, or any tensors, on the device of this rank.
+    ///
+    /// # Errors
+    /// As [`Batch::move_to`].
+    pub fn to_device<B: Batch>(&self, batch: B) -> Result<B> {
+        batch.move_to(self.device())
+    }
+
+    /// The loggers, in the order in which they were added; none on other ranks than 0.
+    pub fn loggers(&self) -> &[Box<dyn Logger>] {
+        &self.run.loggers
+    }
+
+    /// Name of the strategy, such as `ddp`.
+    pub fn strategy(&self) -> &'static str {
+        self.run.engine.strategy.name()
+    }
+
+    /// Number of this process among all ranks.
+    pub fn global_rank(&self) -> usize {
+        self.run.world().rank
     }
 
     /// The ranks, and which of them this process is.
@@ -602,8 +740,16 @@ impl Fabric {
         body: impl FnOnce(&mut Session<FabricModule<M>>) -> Result<T>,
     ) -> Result<T> {
         let mut data = Loaders::<Tensor>::new();
-        self.run.seed =
-            self.seed.lock().unwrap_or_else(PoisonError::into_inner).unwrap_or_else(rng::global_seed);
+        let place = locked(&self.place);
+        let (epoch, batch_idx, epoch_ended) = (place.epoch, place.batch_idx, place.epoch_ended());
+        let (batches, size) = place.shape.unwrap_or_default();
+        self.run.seed = place.seed.unwrap_or_else(rng::global_seed);
+        drop(place);
+        let Run { at, facts, .. } = &mut self.run;
+        (at.progress.current_epoch, at.progress.batch_idx) = (epoch, batch_idx);
+        (at.progress.epoch_ended, at.progress.total_batches) =
+            (epoch_ended, epoch * batches as u64 + batch_idx);
+        (facts.num_training_batches, facts.train_batch_size) = (batches, size);
         let mut session = Session::new(&self.plan, &self.options, &mut self.run, module, &mut data);
         session.training = std::mem::take(&mut optimizers.training);
         let done = body(&mut session);
@@ -621,238 +767,5 @@ impl Drop for Fabric {
             }
         }
         self.run.engine.strategy.teardown();
-    }
-}
-
-/// A module that a [`Fabric`] trains. Its fields and methods are there to read; [`Fabric::forward`] calls it.
-pub struct FabricModule<M> {
-    module: M,
-    /// Until they are built.
-    optimizers: Cell<Option<Optimizers>>,
-    /// What is saved beside the module.
-    state: Value,
-}
-
-impl<M> Deref for FabricModule<M> {
-    type Target = M;
-
-    fn deref(&self) -> &M {
-        &self.module
-    }
-}
-
-impl<M> DerefMut for FabricModule<M> {
-    fn deref_mut(&mut self) -> &mut M {
-        &mut self.module
-    }
-}
-
-impl<M: Module> Module for FabricModule<M> {
-    fn members<'a>(&'a self, visit: &mut dyn FnMut(&str, Member<'a>)) {
-        self.module.members(visit);
-    }
-
-    fn children_mut<'a>(&'a mut self, visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {
-        self.module.children_mut(visit);
-    }
-
-    fn settings(&self, visit: &mut dyn FnMut(u64)) {
-        self.module.settings(visit);
-    }
-
-    fn set_training(&mut self, training: bool) {
-        self.module.set_training(training);
-    }
-
-    fn is_training(&self) -> Option<bool> {
-        self.module.is_training()
-    }
-
-    fn metric(&self) -> Option<std::sync::Arc<dyn Metric>> {
-        self.module.metric()
-    }
-
-    fn wrapped(&self) -> Option<&dyn Module> {
-        Some(self.module.as_module())
-    }
-
-    fn type_name(&self) -> &'static str {
-        self.module.type_name()
-    }
-}
-
-/// The trainer's parts see a module with manual optimization, whose loop is elsewhere.
-impl<M: Module> LightningModule for FabricModule<M> {
-    type Batch = Tensor;
-
-    fn training_step(&self, _batch: &Tensor, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        anyhow::bail!(
-            "a module of Fabric is trained by a loop of its own; give the trainer the module itself"
-        )
-    }
-
-    fn automatic_optimization(&self) -> bool {
-        false
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Ok(self.optimizers.take().unwrap_or_default())
-    }
-
-    fn on_save_checkpoint(&mut self, _tensors: &mut ModuleTensors) -> anyhow::Result<Value> {
-        Ok(self.state.clone())
-    }
-
-    fn on_load_checkpoint(&mut self, state: &Value, _tensors: &ModuleTensors) -> anyhow::Result<()> {
-        self.state = state.clone();
-        Ok(())
-    }
-}
-
-/// The optimizers of a [`FabricModule`], usually one, with their schedules. `optimizers[0]` is the first, to read; it is stepped by
-/// [`Fabric::step_optimizer`] and clipped by [`Fabric::clip_gradients_of`], which know the scale of the loss.
-#[derive(Default)]
-pub struct FabricOptimizers {
-    training: Training,
-}
-
-impl FabricOptimizers {
-    /// How many there are.
-    #[allow(clippy::len_without_is_empty, reason = "there is one, as a rule")]
-    pub fn len(&self) -> usize {
-        self.training.optimizers.len()
-    }
-
-    fn check(&self, index: usize) -> Result<()> {
-        if index < self.len() {
-            return Ok(());
-        }
-        let what = format!("there is no optimizer {index}, the module has {}", self.len());
-        Err(ConfigError::new("optimizers", what, "give the index of one that Fabric::setup was given").into())
-    }
-
-    /// Drops the gradients of all parameters.
-    ///
-    /// # Errors
-    /// As [`Optimizer::zero_grad`].
-    pub fn zero_grad(&mut self) -> Result<()> {
-        self.training.optimizers.iter_mut().try_for_each(|optimizer| optimizer.zero_grad())
-    }
-
-    /// Drops the gradients of the parameters of one optimizer.
-    ///
-    /// # Errors
-    /// As [`Optimizer::zero_grad`]; [`ConfigError`] if there is no such optimizer.
-    pub fn zero_grad_of(&mut self, index: usize) -> Result<()> {
-        self.check(index)?;
-        self.training.optimizers[index].zero_grad()
-    }
-
-    /// The parameter groups of one optimizer, whose settings may be changed.
-    ///
-    /// # Errors
-    /// [`ConfigError`] if there is no such optimizer.
-    pub fn param_groups_mut(&mut self, index: usize) -> Result<&mut [ParamGroup]> {
-        self.check(index)?;
-        Ok(self.training.optimizers[index].param_groups_mut())
-    }
-
-    /// Moves states of all optimizers to memory of the host, until a step needs them.
-    ///
-    /// # Errors
-    /// As [`Optimizer::offload_states`].
-    pub fn offload_states(&mut self, states: &OffloadStates) -> Result<()> {
-        self.training.optimizers.iter_mut().try_for_each(|optimizer| optimizer.offload_states(states))
-    }
-
-    /// Moves these states of all optimizers back to their device.
-    ///
-    /// # Errors
-    /// As [`Optimizer::reload_states`].
-    pub fn reload_states(&mut self, states: &[OffloadState]) -> Result<()> {
-        self.training.optimizers.iter_mut().try_for_each(|optimizer| optimizer.reload_states(states))
-    }
-
-    /// Gives all groups this learning rate.
-    pub fn set_lr(&mut self, lr: f64) {
-        let groups = self.training.optimizers.iter_mut().flat_map(|optimizer| optimizer.param_groups_mut());
-        groups.for_each(|group| group.lr = lr);
-    }
-
-    /// Steps all schedules; `metric` is for those that follow one.
-    ///
-    /// # Errors
-    /// If a schedule that follows a metric gets none.
-    pub fn step_lr_schedulers(&mut self, metric: Option<f64>) -> Result<()> {
-        (0..self.training.schedulers.len())
-            .try_for_each(|index| self.training.step_lr_scheduler(index, metric))
-    }
-}
-
-impl Index<usize> for FabricOptimizers {
-    type Output = Box<dyn Optimizer>;
-
-    fn index(&self, index: usize) -> &Self::Output {
-        &self.training.optimizers[index]
-    }
-}
-
-/// A loader whose batches are this rank's, on its device.
-pub struct FabricDataLoader<B: Batch> {
-    loader: DataLoader<B>,
-    seed: Arc<Mutex<Option<u64>>>,
-    device: Device,
-    dtype: Option<tch::Kind>,
-}
-
-impl<B: Batch> FabricDataLoader<B> {
-    /// The batches of an epoch, which decides their order.
-    ///
-    /// # Errors
-    /// As [`DataLoader::iter`].
-    pub fn epoch(&self, epoch: u64) -> Result<FabricBatches<B>> {
-        self.iter(EpochRange::epoch(epoch))
-    }
-
-    /// Some batches of an epoch, such as those after the one at which a checkpoint was saved.
-    ///
-    /// # Errors
-    /// As [`DataLoader::iter`].
-    pub fn iter(&self, range: EpochRange) -> Result<FabricBatches<B>> {
-        let mut loader = self.loader.clone(); // its seed may be that of a checkpoint now
-        if let Some(seed) = *self.seed.lock().unwrap_or_else(PoisonError::into_inner) {
-            loader.set_seed(seed);
-        }
-        Ok(FabricBatches { batches: loader.iter(range)?, device: self.device, dtype: self.dtype })
-    }
-}
-
-impl<B: Batch> Deref for FabricDataLoader<B> {
-    type Target = DataLoader<B>;
-
-    fn deref(&self) -> &DataLoader<B> {
-        &self.loader
-    }
-}
-
-/// The batches of a [`FabricDataLoader`].
-pub struct FabricBatches<B: Batch> {
-    batches: BatchIter<B>,
-    device: Device,
-    dtype: Option<tch::Kind>,
-}
-
-impl<B: Batch> Iterator for FabricBatches<B> {
-    type Item = Result<B>;
-
-    fn next(&mut self) -> Option<Result<B>> {
-        let moved = |batch: B| {
-            let batch = batch.move_to(self.device)?;
-            match self.dtype {
-                Some(dtype) => batch.to_dtype(dtype),
-                None => Ok(batch),
-            }
-        };
-        Some(self.batches.next()?.and_then(moved))
     }
 }

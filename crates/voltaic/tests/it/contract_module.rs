@@ -369,7 +369,7 @@ impl LightningModule for Net {
         _ctx: &mut HookContext,
     ) -> anyhow::Result<()> {
         self.notes.hook("Mc");
-        Ok(clip.map_or(Ok(()), |clip| optimizer.clip(clip))?)
+        Ok(clip.map_or(Ok(()), |clip| optimizer.clip(clip).map(drop))?)
     }
 
     fn lr_scheduler_step(

@@ -1,10 +1,13 @@
 //! A loop of one's own with `Fabric` trains what the trainer trains, bit for bit, and resumes where it was saved.
 
+use std::collections::HashMap;
 use std::path::Path;
 
 use tempfile::TempDir;
+use voltaic::callback::{ModelCheckpoint, ModelCheckpointConfig};
 use voltaic::checkpoint::Checkpoint;
 use voltaic::data::{DataLoader, DataModule, EpochRange, TensorDataset};
+use voltaic::distributed::ReduceOp;
 use voltaic::logger::{CsvLogger, CsvLoggerConfig, Version};
 use voltaic::nn::{Callable, CheckpointStats, Forward, Linear, ModuleExt};
 use voltaic::optim::{AdamW, GradientClip, Sgd};
@@ -13,6 +16,7 @@ use voltaic::strategy::{DeepSpeedStrategy, StrategyConfig};
 use voltaic::trainer::{ActivationCheckpointing, Fabric, FabricDataLoader, seed_everything};
 use voltaic::{Device, Kind, Module, Tensor};
 
+use crate::checkpoints::resumed;
 use crate::ddp::{FOLDER, Net, assert_same, builder, folder_of_parent, loaders, numbers, run_ranks, weights};
 use crate::probe::plays;
 
@@ -105,8 +109,7 @@ impl Case {
             done = fabric.load(&ckpt, (&mut net, &mut optimizer)).unwrap();
         }
         while done < EPOCHS * num_batches {
-            let (epoch, first) = (done / num_batches, done % num_batches);
-            for batch in loader.iter(EpochRange::epoch(epoch).from_batch(first as usize)).unwrap() {
+            for batch in loader.iter(fabric.position()).unwrap() {
                 let (x, y) = batch.unwrap();
                 done += 1;
                 let steps =
@@ -115,7 +118,10 @@ impl Case {
                 let loss = loss / self.accumulate as f64;
                 fabric.no_backward_sync(!steps, |fabric| fabric.backward(&net, &loss)).unwrap();
                 if steps {
-                    fabric.clip_gradients(&mut optimizer, GradientClip::Norm(CLIP)).unwrap();
+                    let norm =
+                        fabric.clip_gradients(&mut optimizer, GradientClip::Norm(CLIP)).unwrap().unwrap();
+                    let norms = fabric.all_gather(norm).unwrap();
+                    assert!(norms.min().double_value(&[]) > 0.0 && norms.min() == norms.max(), "{norms}");
                     assert!(fabric.step(&mut optimizer).unwrap());
                     optimizer.zero_grad().unwrap();
                 }
@@ -180,6 +186,141 @@ fn a_loop_of_ones_own_trains_what_the_trainer_trains() {
     }
 }
 
+/// The file of one holds where the other goes on, at the end of an epoch too.
+#[test]
+fn the_trainer_and_a_loop_go_on_from_each_others_files() {
+    let _rng = crate::rng::seeded(0);
+    let folder = TempDir::new().unwrap();
+    let with_trainer = |saves_at: u64, from: Option<&Path>| {
+        let config = ModelCheckpointConfig {
+            dirpath: Some(folder.path().to_path_buf()),
+            filename: Some("trainer".to_owned()),
+            every_n_train_steps: Some(saves_at),
+            save_top_k: -1,
+            ..ModelCheckpointConfig::default()
+        };
+        let saver = ModelCheckpoint::new(config).unwrap();
+        let builder = builder(folder.path()).enable_checkpointing(true).callback(saver).limit_val_batches(0);
+        let mut net = Net::new();
+        resumed(builder.max_epochs(2), from).fit(&mut net, &mut loaders(None)).unwrap();
+        net.state_dict()
+    };
+    // gradients stay until the next backward pass
+    let with_fabric = |saves_at: u64, from: Option<&Path>| {
+        let mut fabric = Fabric::builder().devices(1).launch().unwrap();
+        let (mut net, mut optimizer) = fabric.setup(Net::new(), AdamW::new(0.01)).unwrap();
+        let loader = fabric.setup_dataloaders(loaders(None).train_dataloader().unwrap().unwrap()).unwrap();
+        if let Some(from) = from {
+            let state: Option<u64> = fabric.load(from, (&mut net, &mut optimizer)).unwrap();
+            assert_eq!((state, fabric.global_step()), (None, saves_at));
+            let (epoch, batch) = (saves_at / 12, saves_at % 12);
+            assert_eq!(fabric.position(), EpochRange::epoch(epoch).from_batch(batch as usize));
+        }
+        while fabric.global_step() < 24 {
+            for batch in loader.iter(fabric.position()).unwrap() {
+                let (x, y) = batch.unwrap();
+                let loss = fabric.forward(&net, |net| net.train_loss(&x, &y)).unwrap();
+                optimizer.zero_grad().unwrap();
+                fabric.backward(&net, &loss).unwrap();
+                fabric.step(&mut optimizer).unwrap();
+                if from.is_none() && fabric.global_step() == saves_at {
+                    fabric.save(folder.path().join("fabric.ckpt"), (&mut net, &mut optimizer), &1).unwrap();
+                }
+            }
+        }
+        fabric.finish(net).unwrap().state_dict()
+    };
+    for saves_at in [17, 12] {
+        let expected = with_trainer(saves_at, None);
+        assert_same(&with_fabric(saves_at, Some(&folder.path().join("trainer.ckpt"))), &expected);
+        assert_same(&with_fabric(saves_at, None), &expected);
+        assert_same(&with_trainer(saves_at, Some(&folder.path().join("fabric.ckpt"))), &expected);
+        std::fs::remove_file(folder.path().join("trainer.ckpt")).unwrap();
+    }
+}
+
+#[test]
+fn clipping_gives_the_norm_and_a_graph_can_be_retained() {
+    let mut fabric = Fabric::builder().devices(1).launch().unwrap();
+    let (net, mut optimizer) = fabric.setup(Net::new(), AdamW::new(0.01)).unwrap();
+    let (x, y) = (numbers(&[4, 5], 0.5), numbers(&[4, 3], 0.1));
+    let loss = fabric.forward(&net, |net| net.train_loss(&x, &y)).unwrap();
+    let norm = || -> f64 {
+        let squares = net.parameters().into_iter().map(|parameter| {
+            parameter.grad().to_kind(Kind::Double).square().sum(Kind::Double).double_value(&[])
+        });
+        squares.sum::<f64>().sqrt()
+    };
+    fabric.backward_retaining_graph(&net, &loss).unwrap();
+    let once = norm();
+    fabric.backward(&net, &loss).unwrap();
+    assert!((norm() - 2.0 * once).abs() < 1e-5 * once, "{} {once}", norm());
+    assert!(fabric.backward(&net, &loss).unwrap_err().to_string().contains("freed"));
+    assert!(fabric.clip_gradients(&mut optimizer, GradientClip::Value(1e3)).unwrap().is_none());
+    let given = fabric.clip_gradients(&mut optimizer, GradientClip::Norm(0.1)).unwrap().unwrap();
+    assert!((given.double_value(&[]) - 2.0 * once).abs() < 1e-5 * once, "{given} {once}");
+    assert!((norm() - 0.1).abs() < 1e-5, "{}", norm());
+}
+
+/// What each rank does beside the loop.
+#[test]
+fn ranks_exchange_collections_and_share_files_of_weights() {
+    if plays("ranks") {
+        let folder = folder_of_parent();
+        let builder = Fabric::builder().devices(2_i64).strategy("zero2").default_root_dir(&folder);
+        let mut fabric = builder.launch().unwrap();
+        let (mut net, _) = fabric.setup(Net::new(), AdamW::new(0.01)).unwrap();
+        let rank = fabric.global_rank();
+        assert_eq!((fabric.strategy(), fabric.loggers().len(), rank), ("zero2", 0, fabric.world().rank));
+        let own = Tensor::from(rank as f32 + 1.0);
+        let values = (own.shallow_clone(), vec![own.shallow_clone(), &own * 10.0]);
+        let values = fabric.to_device(values).unwrap();
+        let (sum, list) = fabric.all_reduce(values, ReduceOp::Sum).unwrap();
+        assert_eq!([&sum, &list[0], &list[1]].map(|sum| sum.double_value(&[])), [3.0, 3.0, 30.0]);
+        let named = HashMap::from([("b".to_owned(), &own * 2.0), ("a".to_owned(), own)]);
+        let named = fabric.all_gather(named).unwrap();
+        assert_eq!([&named["a"], &named["b"]].map(|all| f64s(all)), [[1.0, 2.0], [2.0, 4.0]]);
+        let file = folder.join("first.txt");
+        let is_there = fabric.rank_zero_first(false, || {
+            let is_there = file.exists();
+            if !is_there {
+                std::thread::sleep(std::time::Duration::from_millis(300));
+                std::fs::write(&file, "here")?;
+            }
+            Ok(is_there)
+        });
+        assert_eq!(is_there.unwrap(), rank == 1);
+        let failed = fabric.rank_zero_first(true, || match rank {
+            0 => anyhow::bail!("no such corpus"),
+            _ => Ok(()),
+        });
+        assert!(failed.unwrap_err().to_string().contains("no such corpus"));
+        let path = folder.join("first.ckpt");
+        fabric.save_weights_if(&net, &path, &|fqn| fqn.starts_with("first")).unwrap();
+        let copies = |net: &Net| -> Vec<_> {
+            net.state_dict().into_iter().map(|(name, tensor)| (name, tensor.copy())).collect()
+        };
+        let before = copies(&net);
+        for parameter in net.parameters() {
+            parameter.set_data(&parameter.tensor().zeros_like()).unwrap();
+        }
+        let error = fabric.load_weights(&path, &mut net, true).unwrap_err().to_string();
+        assert!(error.contains("missing second.weight"), "{error}");
+        let keys = fabric.load_weights(&path, &mut net, false).unwrap();
+        assert_eq!(keys.missing_keys, ["seen", "second.weight", "second.bias"]);
+        for ((name, own), (_, before)) in copies(&net).iter().zip(&before) {
+            assert_eq!(own.equal(before), name.starts_with("first") || name == "seen", "{name}");
+        }
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    run_ranks("ranks", folder.path());
+}
+
+fn f64s(tensor: &Tensor) -> Vec<f64> {
+    Vec::try_from(&tensor.to_kind(Kind::Double)).unwrap()
+}
+
 #[test]
 fn what_does_not_fit_is_refused() {
     let mut fabric = Fabric::builder().devices(1).launch().unwrap();
@@ -233,7 +374,7 @@ fn a_loaded_loop_has_the_rows_and_the_order_of_the_one_before() {
     let (loader, mut fabric, (mut net, mut optimizer)) = start(1);
     let expected = order(&loader);
     for step in 0..4 {
-        fabric.log("loss", step as f64, step).unwrap();
+        fabric.log_dict([("loss", step as f64)], step).unwrap();
         if step == 2 {
             fabric.save(&ckpt, (&mut net, &mut optimizer), &step).unwrap();
         }

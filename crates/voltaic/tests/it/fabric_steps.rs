@@ -338,9 +338,10 @@ impl Loop<'_> {
             BackwardWithin => self.within(|own| own.backward(0)),
             BackwardNewest => self.backward(newest),
             BackwardNewestWithin => self.within(|own| own.backward(newest)),
-            Clip => self.fabric.clip_gradients(self.optimizers, GradientClip::Norm(MAX_NORM)),
+            Clip => self.fabric.clip_gradients(self.optimizers, GradientClip::Norm(MAX_NORM)).map(drop),
             ClipOf(index) => {
-                self.fabric.clip_gradients_of(self.optimizers, index, GradientClip::Norm(MAX_NORM))
+                let clip = GradientClip::Norm(MAX_NORM);
+                self.fabric.clip_gradients_of(self.optimizers, index, clip).map(drop)
             }
             Step => return self.fabric.step(self.optimizers),
             StepOf(index) | LeftOut(index) => return self.fabric.step_optimizer(self.optimizers, index),

@@ -194,7 +194,7 @@ impl LightningModule for Net {
         _ctx: &mut HookContext,
     ) -> anyhow::Result<()> {
         self.trace.note("M.configure_gradient_clipping");
-        Ok(clip.map_or(Ok(()), |clip| clip.apply(optimizer.param_groups()))?)
+        Ok(clip.map_or(Ok(()), |clip| clip.apply(optimizer.param_groups()).map(drop))?)
     }
 
     fn optimizer_step(&self, optimizer: &mut dyn Optimizer, _ctx: &mut HookContext) -> anyhow::Result<()> {

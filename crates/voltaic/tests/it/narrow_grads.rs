@@ -103,8 +103,8 @@ fn build(asked: Optimizers, slices: &Slices, whole: Option<Arc<dyn WholeParamete
 type Prepare = fn(&mut dyn Optimizer);
 
 const PREPARED: [(&str, Prepare); 3] = [
-    ("norm", |optimizer| optimizer.clip(GradientClip::Norm(0.5)).unwrap()),
-    ("value", |optimizer| optimizer.clip(GradientClip::Value(0.2)).unwrap()),
+    ("norm", |optimizer| drop(optimizer.clip(GradientClip::Norm(0.5)).unwrap())),
+    ("value", |optimizer| drop(optimizer.clip(GradientClip::Value(0.2)).unwrap())),
     ("scaled", |optimizer| assert!(optimizer.unscale(1.0 / 3.0).unwrap())),
 ];
 

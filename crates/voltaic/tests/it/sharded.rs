@@ -356,13 +356,14 @@ impl Optimizer for ShardedOptimizer {
         grad_norm(whole.iter().map(|(stand_in, _)| stand_in), norm_type)
     }
 
-    fn clip(&mut self, clip: GradientClip) -> Result<()> {
+    fn clip(&mut self, clip: GradientClip) -> Result<Option<Tensor>> {
         let GradientClip::Norm(max_norm) = clip else { return self.inner.clip(clip) };
         let whole = self.whole_grads()?;
-        let _ = clip_grad_norm(whole.iter().map(|(stand_in, _)| stand_in), max_norm)?;
-        whole
-            .iter()
-            .try_for_each(|(stand_in, part)| Ok(set_grad(part.leaf(), &self.shards.part(&stand_in.grad())?)?))
+        let norm = clip_grad_norm(whole.iter().map(|(stand_in, _)| stand_in), max_norm)?;
+        whole.iter().try_for_each(|(stand_in, part)| -> Result<()> {
+            Ok(set_grad(part.leaf(), &self.shards.part(&stand_in.grad())?)?)
+        })?;
+        Ok(Some(norm))
     }
 
     fn state_dict(&self) -> OptimizerState {

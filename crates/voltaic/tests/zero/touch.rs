@@ -190,7 +190,7 @@ impl LightningModule for Normed {
             assert_eq!(text.contains("the gradients are divided among the ranks"), self.is_divided, "{text}");
         }
         clip_grad_value(&of_optimizer, 1e9)?; // of each element by itself
-        Ok(clip.map_or(Ok(()), |clip| optimizer.clip(clip))?)
+        Ok(clip.map_or(Ok(()), |clip| optimizer.clip(clip).map(drop))?)
     }
 
     fn predict_step(&self, batch: &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {

@@ -225,6 +225,15 @@ pub fn autograd_grad(
     Ok(grads.map(|grad| grad.defined().then_some(grad)).collect())
 }
 
+/// Adds the gradients of a loss to those of the leaves; with `retains_graph` another pass can go through its graph.
+///
+/// # Errors
+/// If the loss is no scalar, or requires no grad; those of hooks.
+pub fn backward(loss: &Tensor, retains_graph: bool) -> Result<(), TorchError> {
+    // SAFETY: the tensor is borrowed for the call.
+    check("backward", unsafe { sys::vt_backward(loss.as_ptr().cast_mut(), i32::from(retains_graph)) })
+}
+
 /// Whether operators of this thread note how to differentiate them: not within `tch::no_grad`.
 pub fn grad_is_enabled() -> bool {
     // SAFETY: reads this thread's state.

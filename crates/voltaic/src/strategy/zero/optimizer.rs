@@ -210,16 +210,17 @@ impl Optimizer for ZeroOptimizer {
 
     /// # Collective
     /// All ranks must call it.
-    fn clip(&mut self, clip: GradientClip) -> Result<()> {
+    fn clip(&mut self, clip: GradientClip) -> Result<Option<Tensor>> {
         self.reducer().widen_grads(self.index)?;
         match clip {
             GradientClip::Norm(max_norm) => {
                 self.inner.show_updates(true)?;
                 let norm = self.norm(2.0)?;
                 if self.has_grads_in_files() && norm.f_double_value(&[])? < 0.999 * max_norm - 1e-6 {
-                    return Ok(());
+                    return Ok(Some(norm));
                 }
-                clip_to_norm(&self.leaves(), &norm, max_norm)
+                clip_to_norm(&self.leaves(), &norm, max_norm)?;
+                Ok(Some(norm))
             }
             GradientClip::Value(_) => self.inner.clip(clip),
         }

@@ -176,13 +176,9 @@ impl Gradients {
     }
 
     /// For a checkpoint that holds the gradients.
-    pub fn saved(&self) -> Option<SavedGradients> {
+    pub fn saved(&self) -> SavedGradients {
         let found = |of: &OfOptimizer| of.unscaled.as_ref().map(|unscaled| unscaled.all_finite);
-        let saved = SavedGradients {
-            window_is_open: self.window_is_open,
-            unscaled: self.of.iter().map(found).collect(),
-        };
-        (saved.window_is_open || saved.unscaled.iter().any(Option::is_some)).then_some(saved)
+        SavedGradients { window_is_open: self.window_is_open, unscaled: self.of.iter().map(found).collect() }
     }
 
     /// The gradients are now those that a checkpoint held.

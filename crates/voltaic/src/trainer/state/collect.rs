@@ -129,7 +129,7 @@ fn training_state<M: LightningModule>(session: &Session<M>) -> Result<FitState> 
         callbacks: Vec::new(),
         grad_scaler: run.engine.loss_scale.as_ref().and_then(|scale| scale.grad_scaler().cloned()),
         loss_scaler: run.engine.loss_scale.as_ref().and_then(|scale| scale.loss_scaler().cloned()),
-        gradients: session.run.engine.of_call.gradients.saved().filter(|_| is_manual),
+        gradients: is_manual.then(|| session.run.engine.of_call.gradients.saved()),
         window: session.open_window().filter(|_| !is_manual),
         rows: run.rows.clone(),
         data: None,

@@ -20,7 +20,8 @@ use crate::error::{CheckpointError, ConfigError, Error, Problem, Result};
 use crate::module::{LightningModule, MetricsState, ModuleTensors, Profiling, RunFacts};
 use crate::nn::te::load_fp8_state_dict;
 use crate::nn::{
-    Module, ModuleExt, Parameter, StateEntry, check_tied, frozen_parameters, load_state_dict_each, quant,
+    IncompatibleKeys, Module, ModuleExt, Parameter, StateEntry, check_tied, frozen_parameters,
+    load_state_dict_each, quant,
 };
 use crate::optim::{OptimizerState, ParamGroup};
 use crate::trainer::config::values::Limit;
@@ -105,7 +106,13 @@ fn of_other_module<M: LightningModule>(
     CheckpointError::Mismatch { module, problem }.into()
 }
 
-fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Opened, path: &Path) -> Result<()> {
+/// Takes the weights; what is on one side only is an error if it is `strict`.
+pub(crate) fn restore_weights<M: LightningModule>(
+    session: &Session<M>,
+    loaded: &mut Opened,
+    path: &Path,
+    strict: bool,
+) -> Result<IncompatibleKeys> {
     let full = full_precision(session);
     let frozen = left_out(session, &loaded.checkpoint.meta.frozen, path)?;
     let own = frozen.iter().map(|(name, shape)| (name.as_str(), shape.clone()));
@@ -124,7 +131,7 @@ fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Opened
         let module = session.module.as_dyn();
         let done = check_tied(module, &mut |name| Ok(given.get(name).map(|values| values.shallow_clone())));
         let done = done.and_then(|()| {
-            load_state_dict_each(module, &shapes, &mut |name, held| {
+            load_state_dict_each(module, &shapes, strict, &mut |name, held| {
                 given.get(name).map_or(Ok(()), |values| held.fill(values))
             })
         });
@@ -149,7 +156,7 @@ fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Opened
         path,
         tied.map_err(|error| of_other_module(error, session, loaded, path)),
     )?;
-    let read = load_state_dict_each(session.module.as_dyn(), &shapes, &mut |name, held| {
+    let read = load_state_dict_each(session.module.as_dyn(), &shapes, strict, &mut |name, held| {
         if frozen.iter().any(|(frozen, _)| frozen == name) {
             return Ok(()); // the module has its values
         }
@@ -179,7 +186,7 @@ fn restore_weights<M: LightningModule>(session: &Session<M>, loaded: &mut Opened
         tell_of_masters(masters.len(), path);
     }
     let done = read.map_err(|error| of_other_module(error, session, loaded, path));
-    agreed(session.run.world(), "read", path, done.and_then(|()| failures.end()))
+    agreed(session.run.world(), "read", path, done.and_then(|keys| failures.end().map(|()| keys)))
 }
 
 /// A quantized checkpoint is for validate, test and predict, with a strategy that does not divide weights.
@@ -241,7 +248,7 @@ pub(crate) fn restore_module<M: LightningModule>(
     loaded: &mut Opened,
     path: &Path,
 ) -> Result<()> {
-    restore_weights(session, loaded, path)?;
+    restore_weights(session, loaded, path, true)?;
     let checkpoint = &loaded.checkpoint;
     let Some(training) = &checkpoint.training else { return Ok(()) };
     // without reduce_amax each rank has scales of its own
@@ -345,11 +352,17 @@ pub(crate) fn restore_training<M: LightningModule>(
     if session.run.world().is_global_zero() {
         say_whose_settings_count(&configured, &hyper_parameters(session));
     }
-    restore_grads(session, &grads, &path)?;
+    // of a loop of the user's own, whose step is done
+    let are_used = session.module.automatic_optimization()
+        && state.gradients.as_ref().is_some_and(|saved| !saved.window_is_open);
+    match are_used {
+        true => session.run.engine.strategy.drop_grads(session.module.as_dyn())?,
+        false => restore_grads(session, &grads, &path)?,
+    }
     let gradients = &mut session.run.engine.of_call.gradients;
     gradients.restore(state.gradients, &session.training.optimizers)?;
     // a rank that the saved run did not have may have no gradients
-    let has_grads = gradients.has_scaled || state.window.is_some();
+    let has_grads = !are_used && (gradients.has_scaled || state.window.is_some());
     session.run.engine.of_call.restored =
         Some(Restored { has_grads, window: state.window, has_other_batches: false });
     if let Some(own) = &mut session.run.engine.loss_scale {

@@ -230,7 +230,8 @@ pub(crate) fn save(
     }
 }
 
-/// Writes the weights and hyper-parameters of a module, tensor by tensor where they are divided among ranks.
+/// Writes the weights and hyper-parameters of a module, of the names that pass the filter, tensor by tensor where they are divided among
+/// ranks.
 ///
 /// # Collective
 /// All ranks must call it.
@@ -238,7 +239,7 @@ pub(crate) fn save_weights<M: LightningModule>(
     run: &mut Run,
     module: &M,
     path: &Path,
-    storage_options: Option<&Value>,
+    (storage_options, filter): (Option<&Value>, &dyn Fn(&str) -> bool),
 ) -> Result<()> {
     let strategy = run.engine.strategy.as_ref();
     let checkpoint = match strategy.keeps(module.as_dyn()) || strategy.world().is_global_zero() {
@@ -247,6 +248,7 @@ pub(crate) fn save_weights<M: LightningModule>(
     };
     let saved = checkpoint
         .and_then(|mut checkpoint| {
+            checkpoint.keep(filter);
             if !saves_parts(run) {
                 checkpoint.merge_parts()?;
             }

@@ -58,7 +58,7 @@ pub fn run(plan: &Plan, folder: &Path, second: Option<usize>) -> anyhow::Result<
             }
             if plan.steps_after(step) {
                 let clip = plan.clip.map(GradientClip::Norm);
-                clip.map_or(Ok(()), |clip| fabric.clip_gradients(&mut optimizers, clip))?;
+                clip.map(|clip| fabric.clip_gradients(&mut optimizers, clip)).transpose()?;
                 fabric.step(&mut optimizers)?;
                 optimizers.zero_grad()?;
             }
