@@ -22,6 +22,8 @@ use crate::{Result, ffi};
 
 /// All that is needed to load any batch of one epoch.
 pub(super) struct EpochPlan<B: Batch> {
+    /// For errors.
+    pub loader: String,
     pub dataset: Arc<dyn Dataset<Batch = B>>,
     pub indices: Vec<usize>,
     pub batch_size: usize,
@@ -45,7 +47,8 @@ impl<B: Batch> EpochPlan<B> {
         let loaded = catch_unwind(AssertUnwindSafe(|| self.dataset.batch(indices, &mut rng)));
         let loaded = loaded.unwrap_or_else(|panic| Err(anyhow::anyhow!("panicked: {}", panic_text(&*panic))));
         let failed = |source| {
-            DataError::Batch { epoch: self.epoch, batch_idx, indices: shortened(indices), source }.into()
+            let (loader, epoch) = (self.loader.clone(), self.epoch);
+            DataError::Batch { loader, epoch, batch_idx, indices: shortened(indices), source }.into()
         };
         loaded.map_err(failed)
     }

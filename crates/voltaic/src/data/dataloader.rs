@@ -72,6 +72,8 @@ pub struct DataLoader<B: Batch> {
     prefetch: usize,
     seed: Option<u64>,
     default_seed: u64,
+    /// For errors: the method that has given it, and its number if there are several.
+    name: (&'static str, Option<usize>),
     rank: usize,
     repeats_epoch: bool,
 }
@@ -139,6 +141,14 @@ impl<B: Batch> DataLoader<B> {
     /// Sets the seed that is used if the loader was built without one; 0 before the first call.
     pub fn set_seed(&mut self, seed: u64) {
         self.default_seed = seed;
+    }
+
+    /// Names the loaders that a method has given, for their errors.
+    pub(crate) fn name_all(loaders: &mut [Self], method: &'static str) {
+        let has_several = loaders.len() > 1;
+        for (number, loader) in loaders.iter_mut().enumerate() {
+            loader.name = (method, has_several.then_some(number));
+        }
     }
 
     /// Sets the samples per batch.
@@ -216,6 +226,10 @@ impl<B: Batch> DataLoader<B> {
         let end = range.first_batch + range.num_batches.unwrap_or(left).min(left);
         let drawn_epoch = if self.repeats_epoch { 0 } else { range.epoch };
         let plan = EpochPlan {
+            loader: match self.name {
+                (method, None) => method.to_owned(),
+                (method, Some(number)) => format!("{method} {number}"),
+            },
             dataset: self.dataset.clone(),
             indices: self.epoch_indices(drawn_epoch)?,
             batch_size: self.batch_size.unwrap_or(1),
@@ -402,6 +416,7 @@ impl<B: Batch> DataLoaderBuilder<B> {
             prefetch: self.prefetch.unwrap_or(DEFAULT_PREFETCH),
             seed: self.seed,
             default_seed: 0,
+            name: ("DataLoader", None),
             rank: 0,
             repeats_epoch: false,
         })

@@ -67,10 +67,12 @@ pub enum DataError {
     },
     /// A batch could not be loaded: the data set's code returned an error or panicked.
     #[error(
-        "batch {batch_idx} of epoch {epoch} (samples {indices}) could not be loaded: {source:#}; {}",
+        "batch {batch_idx} of epoch {epoch} of {loader} (samples {indices}) could not be loaded: {source:#}; {}",
         self.remedy()
     )]
     Batch {
+        /// The loader, such as `train_dataloader`, or `val_dataloader 1` of several.
+        loader: String,
         /// The epoch.
         epoch: u64,
         /// Place of the batch in the epoch, from 0.

@@ -37,7 +37,7 @@ pub use libtorch::LibtorchError;
 pub(crate) use log::print_log;
 pub use module::ModuleError;
 pub use optim::OptimError;
-pub(crate) use printable::{printable, shortened};
+pub(crate) use printable::{first_of, printable, shortened};
 pub use problem::Problem;
 pub use profiler::ProfilerError;
 pub use setting::SettingError;

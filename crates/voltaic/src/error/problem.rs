@@ -5,6 +5,11 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use super::printable::shortened;
+
+/// Characters that are shown of what is wrong: files may have names of any length.
+const MAX_WHAT: usize = 4000;
+
 /// What is wrong and how to fix it, shown as `what; remedy`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
@@ -23,7 +28,7 @@ impl Problem {
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}; {}", self.what, self.remedy)
+        write!(f, "{}; {}", shortened(&self.what, MAX_WHAT), self.remedy)
     }
 }
 

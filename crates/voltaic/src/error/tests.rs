@@ -42,7 +42,14 @@ fn errors() -> Vec<Error> {
         DataError::Checksum { path: path(), expected: text(), found: text(), remedy: "get it".into() }.into(),
         DataError::Shape { problem: problem() }.into(),
         DataError::Index { by: text(), index: 3, len: 2 }.into(),
-        DataError::Batch { epoch: 0, batch_idx: 0, indices: text(), source: anyhow::anyhow!("x; y") }.into(),
+        DataError::Batch {
+            loader: text(),
+            epoch: 0,
+            batch_idx: 0,
+            indices: text(),
+            source: anyhow::anyhow!("x; y"),
+        }
+        .into(),
         DataError::Sampler { sampler: text(), epoch: 0, source: anyhow::anyhow!("x; y") }.into(),
         DataError::Worker { worker: 0, problem: problem() }.into(),
         DataError::Range { first_batch: 2, num_batches: 1 }.into(),
@@ -108,7 +115,13 @@ fn the_end_of_main_prints_an_error_once() {
     let user = || anyhow::anyhow!("inner").context("outer");
     let hook = Error::Hook { hook: "training_step", rank: 0, epoch: 0, global_step: 0, source: user() };
     let file = Error::io("read", "a.txt", std::io::Error::other("inner"));
-    let batch = DataError::Batch { epoch: 0, batch_idx: 0, indices: String::new(), source: user() };
+    let batch = DataError::Batch {
+        loader: String::new(),
+        epoch: 0,
+        batch_idx: 0,
+        indices: String::new(),
+        source: user(),
+    };
     for error in [hook, file, batch.into()] {
         let printed = format!("{:?}", anyhow::Error::from(error)); // as `fn main() -> anyhow::Result<()>` does
         let own = printed.split("Stack backtrace").next().unwrap_or_default();

@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use tch::{Kind, Tensor};
 
 use crate::checkpoint::{Unread, exact};
-use crate::error::{CheckpointError, Problem, Result};
+use crate::error::{CheckpointError, Problem, Result, first_of};
 use crate::nn::parameter::Parameter;
 
 /// Names that [`load_state_dict`](crate::nn::ModuleExt::load_state_dict) found on one side only; PyTorch's `_IncompatibleKeys`.
@@ -31,6 +31,14 @@ pub(crate) enum StateEntry {
 }
 
 impl StateEntry {
+    /// Of a parameter, which may have several names.
+    fn id(&self) -> Option<u64> {
+        match self {
+            Self::Parameter(parameter) => Some(parameter.id()),
+            Self::Buffer(_) => None,
+        }
+    }
+
     fn size(&self) -> Vec<i64> {
         match self {
             Self::Parameter(parameter) => parameter.whole_size(),
@@ -144,7 +152,12 @@ pub(super) fn load_each(
         return refuse(what, how_to_rename(&keys.missing_keys, &unexpected));
     }
     if strict {
-        problems.extend(keys.missing_keys.iter().map(|name| format!("missing {name}")));
+        // one name of a tied parameter is enough
+        let filled: HashSet<u64> = copies.iter().filter_map(|(_, target)| target.id()).collect();
+        let is_missing =
+            |(_, target): &&(String, StateEntry)| target.id().is_none_or(|id| !filled.contains(&id));
+        let absent = own.iter().filter(|(fqn, _)| !given.contains_key(fqn.as_str())).filter(is_missing);
+        problems.extend(absent.map(|(fqn, _)| format!("missing {fqn}")));
         let mut unexpected: Vec<String> =
             keys.unexpected_keys.iter().map(|name| format!("unexpected {name}")).collect();
         unexpected.sort();
@@ -175,14 +188,5 @@ fn how_to_rename(missing: &[String], unexpected: &[String]) -> String {
     match prefix_of(missing, unexpected) {
         Some(prefix) => format!("put the prefix `{prefix}` before the names of the state"),
         None => "load it into a module like the one that it was saved from, or rename the tensors".to_owned(),
-    }
-}
-
-/// So many of the texts, and how many there are besides.
-fn first_of(texts: &[String], count: usize) -> String {
-    let shown = texts.iter().take(count).cloned().collect::<Vec<_>>().join(", ");
-    match texts.len().saturating_sub(count) {
-        0 => shown,
-        more => format!("{shown} and {more} more"),
     }
 }

@@ -15,7 +15,7 @@ use super::replay::{Rate, Replayed};
 use super::rounding::Rounding;
 use super::values::{ParamValue, Whole};
 use crate::checkpoint::MASTER;
-use crate::error::{CheckpointError, ConfigError, OptimError, Problem, Result};
+use crate::error::{CheckpointError, ConfigError, OptimError, Problem, Result, first_of};
 use crate::ffi::{self, GradStatus, Gradients, RecordingPause, TensorList};
 use crate::nn::Parameter;
 
@@ -747,7 +747,7 @@ impl<R: Rule> Engine<R> {
             return Err(CheckpointError::Mismatch {
                 module: self.rule.name().to_owned(),
                 problem: Problem::new(
-                    problems.join(", "),
+                    first_of(&problems, 10),
                     "configure the optimizer and its param groups as when the state was saved",
                 ),
             }

@@ -1,5 +1,7 @@
 //! Tells how the time of each action is spread over its calls, and over what happens within it.
 
+use std::cmp::Reverse;
+use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -11,7 +13,7 @@ use super::durations::Durations;
 use super::profiler::ProfiledRun;
 use super::profiler::Profiler;
 use super::report::{Output, significant};
-use crate::error::{ConfigError, Error, ProfilerError, Result};
+use crate::error::{ConfigError, Error, ProfilerError, Result, shortened};
 
 /// A number of rows, or a fraction of all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -100,6 +102,10 @@ impl Default for AdvancedProfiler {
     }
 }
 
+/// Levels that rows are indented by: all are as wide as the widest.
+const MAX_INDENT: usize = 50;
+/// Characters that are shown of an action.
+const MAX_NAME: usize = 200;
 const PERCENTILES: [f64; 3] = [50.0, 90.0, 99.0];
 const HEADER: [&str; 11] = [
     "Action",
@@ -167,21 +173,24 @@ impl AdvancedProfiler {
 
     /// All nodes that have ended at least once: each before those within it, the longest first.
     fn in_order(&self) -> Vec<usize> {
-        let mut order = Vec::new();
-        self.add_within(None, &mut order);
-        order
-    }
-
-    fn add_within(&self, parent: Option<usize>, order: &mut Vec<usize>) {
-        let mut children: Vec<usize> =
-            (0..self.nodes.len()).filter(|&index| self.nodes[index].parent == parent).collect();
-        children.sort_by_key(|&index| std::cmp::Reverse(self.nodes[index].durations.total));
-        for index in children {
+        let mut within: HashMap<Option<usize>, Vec<usize>> = HashMap::new();
+        self.nodes
+            .iter()
+            .enumerate()
+            .for_each(|(index, node)| within.entry(node.parent).or_default().push(index));
+        let mut take = |parent| {
+            let mut nodes = within.remove(&parent).unwrap_or_default();
+            nodes.sort_by_key(|&index| (self.nodes[index].durations.total, Reverse(index)));
+            nodes
+        };
+        let (mut order, mut waiting) = (Vec::new(), take(None));
+        while let Some(index) = waiting.pop() {
             if self.nodes[index].durations.calls > 0 {
                 order.push(index);
             }
-            self.add_within(Some(index), order);
+            waiting.extend(take(Some(index)));
         }
+        order
     }
 
     fn report(&self) -> String {
@@ -189,8 +198,8 @@ impl AdvancedProfiler {
         let (all, shown) = (order.len(), self.rows.of(order.len()));
         // of equal ones the outer comes first, so that each row has the one it is within above it
         let mut longest = order.clone();
-        longest.sort_by_key(|&index| std::cmp::Reverse(self.nodes[index].durations.total));
-        longest.truncate(shown);
+        longest.sort_by_key(|&index| Reverse(self.nodes[index].durations.total));
+        let longest: HashSet<usize> = longest.into_iter().take(shown).collect();
         order.retain(|index| longest.contains(index));
         let outermost = self.nodes.iter().filter(|node| node.parent.is_none());
         let total: f64 = outermost.map(|node| node.durations.total.as_secs_f64()).sum();
@@ -225,7 +234,7 @@ fn row(node: &Node, total: f64) -> [String; 11] {
     let part = if total > 0.0 { 100.0 * node.own().as_secs_f64() / total } else { 0.0 };
     let [p50, p90, p99] = PERCENTILES.map(|percent| seconds(durations.percentile(percent)));
     [
-        format!("{}{}", "  ".repeat(node.depth), node.action),
+        format!("{}{}", "  ".repeat(node.depth.min(MAX_INDENT)), shortened(&node.action, MAX_NAME)),
         durations.calls.to_string(),
         seconds(durations.total),
         seconds(node.own()),
@@ -386,6 +395,16 @@ mod tests {
         };
         let error = AdvancedProfiler::new(config).expect_err("no fraction").to_string();
         assert!(error.contains("AdvancedProfiler.line_count_restriction: 2.5 is neither"), "{error}");
+    }
+
+    #[test]
+    fn a_report_of_deep_ranges_and_long_names_is_bounded() {
+        let mut profiler = AdvancedProfiler::default();
+        let names: Vec<String> = (0..2000).map(|depth| format!("{depth} {}", "n".repeat(1000))).collect();
+        names.iter().for_each(|name| profiler.start(name).expect("another name"));
+        names.iter().rev().for_each(|name| profiler.stop(name).expect("the innermost"));
+        let report = profiler.report();
+        assert!(report.lines().count() > 2000 && report.len() < 2000 * 600, "{} bytes", report.len());
     }
 
     #[test]

@@ -312,7 +312,10 @@ fn an_error_or_panic_names_the_batch_and_ends_the_iterator() {
             });
             assert_eq!(results.len(), 3, "two good batches, then the error, then the end");
             let error = results[2].as_ref().unwrap_err().to_string();
-            assert!(error.starts_with("batch 2 of epoch 6 (samples [8, 9, 10, 11])"), "{error}");
+            assert!(
+                error.starts_with("batch 2 of epoch 6 of DataLoader (samples [8, 9, 10, 11])"),
+                "{error}"
+            );
             assert!(error.contains(text) && error.contains("; fix"), "{error}");
         }
     }

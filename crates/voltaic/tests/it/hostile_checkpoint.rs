@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use voltaic::callback::{ModelCheckpoint, ModelCheckpointConfig, SaveLast};
-use voltaic::checkpoint::Checkpoint;
+use voltaic::checkpoint::{Checkpoint, TrainingState};
 use voltaic::trainer::TrainerBuilder;
 
 use crate::probe::{Probe, loaders, names, silent};
@@ -72,24 +72,51 @@ fn what_a_checkpoint_names_outside_its_folder_is_left_alone() {
     }
 }
 
+/// Fits again from a checkpoint of one epoch that was changed; what the error says.
+fn refusal(change: impl FnOnce(&mut TrainingState)) -> String {
+    let root = TempDir::new().unwrap();
+    let fit = |epochs: i64, from: Option<&Path>| {
+        let mut trainer = saver(root.path()).max_epochs(epochs).build().unwrap();
+        if let Some(path) = from {
+            trainer.ckpt_path(path);
+        }
+        trainer.fit(&mut Probe::logging(VAL_LOSSES), &mut loaders())
+    };
+    fit(1, None).unwrap();
+    let last = root.path().join("last.ckpt");
+    let mut checkpoint = Checkpoint::load(&last).unwrap();
+    change(checkpoint.training.as_mut().unwrap());
+    checkpoint.save(&last).unwrap();
+    fit(2, Some(&last)).unwrap_err().to_string()
+}
+
+/// Ranks that read their own parts ask for the states by name.
+#[test]
+fn a_checkpoint_without_the_optimizers_that_it_lists_is_refused() {
+    let _rng = seeded(1);
+    let error = refusal(|training| training.optimizers.clear());
+    assert!(error.contains("it has states of 0 optimizers, and lists 1"), "{error}");
+}
+
+/// Names and numbers of names are those of the file.
+#[test]
+fn an_error_of_many_or_long_names_is_short() {
+    let _rng = seeded(1);
+    let value = || tch::Tensor::from(1.0_f32);
+    let many = (0..2000).map(|index| (format!("exp_avg.layer{index}"), value()));
+    let long = [(format!("exp_avg.{}", "n".repeat(1 << 20)), value())];
+    for more in [many.collect::<Vec<_>>(), long.into()] {
+        let error = refusal(|training| training.optimizers[0].extend(more));
+        assert!(error.contains("unexpected exp_avg.") && error.len() < 5000, "{} bytes", error.len());
+    }
+}
+
 #[test]
 fn a_generator_that_cannot_be_set_is_refused_with_its_file() {
     let _rng = seeded(1);
-    let root = TempDir::new().unwrap();
-    saver(root.path())
-        .max_epochs(1)
-        .build()
-        .unwrap()
-        .fit(&mut Probe::logging(VAL_LOSSES), &mut loaders())
-        .unwrap();
-    let last = root.path().join("last.ckpt");
-    let mut checkpoint = Checkpoint::load(&last).unwrap();
-    let states = &mut checkpoint.training.as_mut().unwrap().rng;
-    states.iter_mut().for_each(|(_, state)| *state = state.narrow(0, 0, 3).copy());
-    checkpoint.save(&last).unwrap();
-    let mut trainer = saver(root.path()).max_epochs(2).build().unwrap();
-    let fit = trainer.ckpt_path(&last).fit(&mut Probe::logging(VAL_LOSSES), &mut loaders());
-    let error = fit.unwrap_err().to_string();
+    let error = refusal(|training| {
+        training.rng.iter_mut().for_each(|(_, state)| *state = state.narrow(0, 0, 3).copy());
+    });
     let expected = ["last.ckpt", "its random states cannot be set", "use another checkpoint"];
     assert!(expected.iter().all(|part| error.contains(part)), "{error}");
 }

@@ -554,6 +554,11 @@ fn a_tied_weight_is_one_parameter_with_two_names() {
         "{error}"
     );
     assert_eq!(*tied.wte.weight.tensor(), own(1.0));
+    // one of the names is enough
+    for (kept, value) in [(0, 1.0), (1, 3.0)] {
+        tied.load_state_dict(&[state(3.0).swap_remove(kept)], true).unwrap();
+        assert_eq!(*tied.wte.weight.tensor(), own(value));
+    }
 }
 
 #[test]

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 use voltaic::Module;
 use voltaic::cli::{Console, FromConfig, Registry, run_with};
-use voltaic::data::{DataLoader, DataModule, Loaders, TensorDataset};
+use voltaic::data::{DataLoader, DataModule, Dataset, Loaders, StdRng, TensorDataset};
 use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::{Forward, Linear};
 use voltaic::optim::{Optimizers, Sgd};
@@ -57,6 +57,51 @@ impl BoringModel {
 
     fn own(&self, seed: f64) -> Vec<DataLoader<Tensor>> {
         if self.has_loaders { vec![loader(seed)] } else { Vec::new() }
+    }
+}
+
+/// Data whose samples are missing.
+struct Missing;
+
+impl Dataset for Missing {
+    type Batch = Tensor;
+
+    fn len(&self) -> usize {
+        8
+    }
+
+    fn batch(&self, _: &[usize], _: &mut StdRng) -> anyhow::Result<Tensor> {
+        anyhow::bail!("no such file")
+    }
+}
+
+#[test]
+fn the_error_of_a_sample_names_its_loader() {
+    let missing = || DataLoader::new(Missing).batch_size(4).build().unwrap();
+    let run = |data: &mut Loaders<Tensor>, tests: bool| {
+        let mut trainer = crate::probe::silent().max_epochs(1).num_sanity_val_steps(0).build().unwrap();
+        let mut net = BoringModel { has_loaders: false, ..BoringModel::new() };
+        match tests {
+            true => trainer.test(&mut net, data).unwrap_err().to_string(),
+            false => trainer.fit(&mut net, data).unwrap_err().to_string(),
+        }
+    };
+    for (mut data, tests, expected) in [
+        (
+            Loaders::new().train(missing()),
+            false,
+            "batch 0 of epoch 0 of train_dataloader (samples [0, 1, 2, 3])",
+        ),
+        (Loaders::new().train(loader(0.0)).val(missing()), false, "of val_dataloader (samples"),
+        (
+            Loaders::new().train(loader(0.0)).val(loader(1.0)).val(missing()),
+            false,
+            "of val_dataloader 1 (samples",
+        ),
+        (Loaders::new().test(missing()), true, "of test_dataloader (samples"),
+    ] {
+        let error = run(&mut data, tests);
+        assert!(error.contains(expected), "{expected}: {error}");
     }
 }
 

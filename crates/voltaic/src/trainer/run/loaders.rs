@@ -148,6 +148,7 @@ impl<M: LightningModule> Session<'_, M> {
             return Err(ConfigError::new("data", "there is no training loader", remedy).into());
         };
         train.set_seed(self.run.seed);
+        DataLoader::name_all(std::slice::from_mut(&mut train), "train_dataloader");
         self.set_batch_size(std::slice::from_mut(&mut train))?;
         if self.plan.overfits && train.repeat_first_epoch() {
             tracing::warn!(
@@ -185,14 +186,15 @@ impl<M: LightningModule> Session<'_, M> {
     pub(crate) fn ask_for(&mut self, source: &LoaderSource<M>) -> Result<Vec<DataLoader<M::Batch>>> {
         let action = self.profile_data(source.method)?;
         let loaders = guarded(|| (source.of_data)(self.data));
-        let loaders = loaders.map_err(|error| self.hook_error(source.method, error))?;
+        let mut loaders = loaders.map_err(|error| self.hook_error(source.method, error))?;
         drop(action);
-        if !loaders.is_empty() {
-            return Ok(loaders);
+        if loaders.is_empty() {
+            let _action = self.profile_hook(source.method)?;
+            let of_module = guarded(|| (source.of_module)(self.module));
+            loaders = of_module.map_err(|error| self.hook_error(source.method, error))?;
         }
-        let _action = self.profile_hook(source.method)?;
-        let loaders = guarded(|| (source.of_module)(self.module));
-        loaders.map_err(|error| self.hook_error(source.method, error))
+        DataLoader::name_all(&mut loaders, source.method);
+        Ok(loaders)
     }
 
     /// How many batches validation takes from each loader.

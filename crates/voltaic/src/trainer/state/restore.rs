@@ -327,6 +327,11 @@ pub(crate) fn restore_training<M: LightningModule>(
         );
         return Err(unusable(&path, what, "use the same configure_optimizers, or load the weights alone"));
     }
+    if training.optimizers.len() != names.len() {
+        let what =
+            format!("it has states of {} optimizers, and lists {}", training.optimizers.len(), names.len());
+        return Err(unusable(&path, what, "it was changed after it was written: use another checkpoint"));
+    }
     let configured = hyper_parameters(session);
     let groups = state.optimizers.into_iter().map(|(_, groups)| groups);
     session.run.engine.strategy.drop_grads(session.module.as_dyn())?;
