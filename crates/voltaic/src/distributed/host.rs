@@ -3,7 +3,12 @@
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, TcpListener};
 
+use crate::error::ConfigError;
 use crate::ffi::{GlooInterface, Listen};
+use crate::swap::raise_open_files;
+
+/// Files that a process opens to be connected to ranks, beside one for each.
+const OPEN_FILES: u64 = 24;
 
 /// The address of this host that no other host reaches.
 pub(super) const LOOPBACK: &str = "127.0.0.1";
@@ -21,6 +26,20 @@ pub(super) fn listen(host: &str, port: u16) -> io::Result<Listen> {
     }
     let address = host.parse().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST));
     Ok(Listen::At(TcpListener::bind((address, port))?))
+}
+
+/// A launcher or a rank with too few open files would wait for a connection that cannot be, and name a wrong address.
+pub(super) fn check_open_files(world_size: usize) -> Result<(), ConfigError> {
+    let Some(limit) = raise_open_files() else { return Ok(()) };
+    let open = std::fs::read_dir("/proc/self/fd").map_or(limit, |files| files.count() as u64);
+    let needed = open.saturating_add(OPEN_FILES).saturating_add(world_size as u64);
+    if needed <= limit {
+        return Ok(());
+    }
+    let what =
+        format!("{world_size} rank(s), but this process may have {limit} open files, and needs {needed}");
+    let remedy = format!("raise the limit: ulimit -n {}", needed.next_multiple_of(1024));
+    Err(ConfigError::new("trainer.devices", what, remedy))
 }
 
 /// The name of this host, for messages.

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use signal_hook::consts::{SIGCONT, SIGKILL, SIGTERM};
 
 use super::cores;
-use super::host::{LOOPBACK, host_name, is_loopback, listen};
+use super::host::{LOOPBACK, check_open_files, host_name, is_loopback, listen};
 use super::launch::Launch;
 use super::signals::Signals;
 use super::variables::{ATTEMPT, LAUNCHER, NOTE, SECRET};
@@ -50,9 +50,11 @@ struct Rank {
 /// `log_folder` gets the output of all ranks but global rank 0.
 ///
 /// # Errors
-/// [`DistributedError::Rendezvous`] if the store cannot be opened, [`Error::Io`] if a rank cannot be started or its file
+/// [`ConfigError`](crate::error::ConfigError) if this process may have too few open files; [`DistributedError::Rendezvous`] if the store
+/// cannot be opened, [`Error::Io`] if a rank cannot be started or its file
 /// cannot be made.
 pub fn launch(launch: &Launch, max_restarts: u64, log_folder: &Path) -> Result<u8> {
+    check_open_files(launch.devices * launch.num_nodes)?;
     let (address, port, _store) = open_store(launch)?;
     if launch.node_rank > 0 {
         let first = launch.node_rank * launch.devices;

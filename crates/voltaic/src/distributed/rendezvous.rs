@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::connect::{Connector, JoinOptions};
 use super::deadline::within;
 use super::facts::Facts;
-use super::host::{is_loopback, listen};
+use super::host::{check_open_files, is_loopback, listen};
 use super::libraries;
 use super::placement::{RankPlacement, refuse};
 use super::process_group::ProcessGroup;
@@ -110,6 +110,7 @@ fn program(device: Device, backend: &str) -> Facts {
 
 /// The store of a group that is still to be joined, and of what outlives its ranks: both are this group's own.
 pub(super) fn open_group(placement: &RankPlacement, timeout: Duration) -> Result<(Meeting, RunStore)> {
+    check_open_files(placement.world_size)?;
     let store = open_store(placement, timeout)?;
     let job = job_name(placement.secret.as_ref());
     let hello = Arc::new(store.with_prefix("hello")?);

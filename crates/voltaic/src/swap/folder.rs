@@ -197,10 +197,13 @@ impl Drop for SwapFolder {
     }
 }
 
-/// Lets this process have as many open files as the system allows: each swapped tensor is one.
-fn raise_open_files() {
+/// Lets this process have as many open files as the system allows, of which each swapped tensor is one; how many that is, if there is a
+/// limit.
+pub(crate) fn raise_open_files() -> Option<u64> {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum && setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).is_err() {
         tracing::debug!("the limit on open files stays at {current:?}");
+        return current;
     }
+    maximum
 }

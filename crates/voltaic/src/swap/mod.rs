@@ -12,4 +12,5 @@ mod folder;
 mod store;
 
 pub use folder::SwapFolder;
+pub(crate) use folder::raise_open_files;
 pub use store::{StoreStats, SwapOptions, SwapStore};

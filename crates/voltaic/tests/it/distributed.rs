@@ -5,6 +5,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::process::{Resource, Rlimit, setrlimit};
 use serde::{Deserialize, Serialize};
 use voltaic::accelerator::{HpuEmulator, HpuSettings};
 use voltaic::distributed::{ClusterEnvironment, ProcessGroup, RankPlacement, ReduceOp, World};
@@ -66,7 +67,7 @@ pub fn as_ranks_of_world(
 }
 
 /// The same, each with a variable of its own in the environment.
-fn as_ranks_with(
+pub fn as_ranks_with(
     world_size: usize,
     variable: fn(usize) -> Option<(&'static str, &'static str)>,
     body: impl Fn(Arc<ProcessGroup>),
@@ -404,6 +405,19 @@ fn two_processes_of_one_rank_are_told() {
     assert_eq!(refused.len(), 1, "{texts:?}");
     assert!(refused[0].contains("give each process a rank of its own: NODE_RANK for each node"), "{texts:?}");
     assert!(texts[0].contains("joined"), "{texts:?}");
+}
+
+#[test]
+fn too_few_open_files_are_named() {
+    if crate::probe::plays("few files") {
+        let open = || std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
+        let limit = Some(open() + 4);
+        setrlimit(Resource::Nofile, Rlimit { current: limit, maximum: limit }).unwrap();
+        let joined = World::join(&placement(0, 2, free_port()), Device::Cpu, Duration::from_secs(30));
+        let error = joined.unwrap_err().to_string();
+        return assert!(error.contains("open files") && error.contains("ulimit -n 1024"), "{error}");
+    }
+    crate::probe::text_of(&crate::probe::own_process("few files").output().unwrap());
 }
 
 #[test]

@@ -7,7 +7,7 @@ use voltaic::accelerator::{HpuEmulator, HpuSettings};
 use voltaic::distributed::{ProcessGroup, ReduceOp, Work};
 use voltaic::{Device, Kind, Tensor};
 
-use crate::distributed::{as_ranks, as_ranks_within, floats};
+use crate::distributed::{as_ranks, as_ranks_with, as_ranks_within, floats};
 
 const CPU: tch::Device = tch::Device::Cpu;
 
@@ -62,6 +62,24 @@ fn every_operation_does_what_pytorch_says() {
         group.reduce_scatter_into(&part, &Tensor::ones([6], (Kind::Float, CPU)), ReduceOp::Sum).unwrap();
         assert_eq!(floats(&part), [3.0, 3.0]);
     });
+}
+
+#[test]
+fn a_value_that_is_nested_too_deep_is_named_as_that() {
+    as_ranks_with(
+        2,
+        |_| Some(("RUST_MIN_STACK", "67108864")),
+        |group| {
+            let nested =
+                |levels: usize| (0..levels).fold(serde_json::Value::Null, |value, _| vec![value].into());
+            assert_eq!(group.all_gather_object(&nested(900)).unwrap(), [nested(900), nested(900)]);
+            let error = group.all_gather_object(&nested(1500)).unwrap_err().to_string();
+            assert!(
+                error.contains("depth limit exceeded; give a value that is nested in at most"),
+                "{error}"
+            );
+        },
+    );
 }
 
 /// Starts an operation of every kind; what they give, flattened, when they are waited for from the last to the first.

@@ -9,11 +9,13 @@ use tch::{Kind, Tensor};
 use super::group::ProcessGroup;
 use crate::error::{ConfigError, Error, Result};
 
+const SHALLOW: &str = "give a value that is nested in at most 1,000 levels";
 /// In the place of a length: the value of a rank cannot be sent.
 const NONE: i64 = -1;
 
 impl ProcessGroup {
-    /// The value that rank `root` gives; others' arguments are not looked at.
+    /// The value that rank `root` gives; others' arguments are not looked at. Values travel as MessagePack, which has one null: `Some(None)`
+    /// arrives as `None`.
     ///
     /// # Errors
     /// On all ranks if the value cannot be written, or is not read back. [`DistributedError`](crate::error::DistributedError) if a
@@ -89,7 +91,11 @@ impl ProcessGroup {
 fn to_bytes<T: Serialize>(call: &str, value: &T) -> Result<Vec<u8>> {
     rmp_serde::to_vec_named(value).map_err(|error| {
         let what = format!("the value of this rank, a {}, cannot be sent: {error}", type_name::<T>());
-        ConfigError::new(call, what, "give a type that serde can write").into()
+        let remedy = match error {
+            rmp_serde::encode::Error::DepthLimitExceeded => SHALLOW,
+            _ => "give a type that serde can write",
+        };
+        ConfigError::new(call, what, remedy).into()
     })
 }
 
@@ -107,6 +113,10 @@ fn to_vec(data: &Tensor) -> Result<Vec<u8>> {
 fn from_bytes<T: DeserializeOwned>(call: &str, rank: usize, data: &Tensor) -> Result<T> {
     rmp_serde::from_slice(&to_vec(data)?).map_err(|error| {
         let what = format!("the value of rank {rank} is not read as a {}: {error}", type_name::<T>());
-        ConfigError::new(call, what, "give a value of the same type on all ranks").into()
+        let remedy = match error {
+            rmp_serde::decode::Error::DepthLimitExceeded => SHALLOW,
+            _ => "give a value of the same type on all ranks",
+        };
+        ConfigError::new(call, what, remedy).into()
     })
 }
