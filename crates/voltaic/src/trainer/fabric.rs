@@ -577,7 +577,7 @@ impl Fabric {
     ) -> Result<IncompatibleKeys> {
         let path = path.as_ref();
         self.with_session(module, &mut FabricOptimizers::default(), |session| {
-            let mut loaded = load(session, path)?;
+            let mut loaded = load(session, path, true)?;
             restore_weights(session, &mut loaded, path, strict)
         })
     }
