@@ -420,7 +420,7 @@ impl Fabric {
     ///
     /// # Errors
     /// If gradients are not averaged over the ranks yet, as within [`Fabric::no_backward_sync`]; if gradients with the scale of the loss
-    /// were added to others without; as [`Optimizer::step`].
+    /// were added to others without; as [`Optimizer::step`](crate::optim::Optimizer::step).
     pub fn step(&mut self, optimizers: &mut FabricOptimizers) -> Result<bool> {
         self.step_some(optimizers, 0..optimizers.len())
     }
@@ -561,7 +561,7 @@ impl Fabric {
         filter: &dyn Fn(&str) -> bool,
     ) -> Result<()> {
         let _named = collective_scope("save_weights");
-        save_weights(&mut self.run, module, path.as_ref(), (None, filter))
+        save_weights(&mut self.run, module, path.as_ref(), None, filter)
     }
 
     /// Takes the weights alone of a checkpoint, of weights or of a whole run. Returns the names that are on one side only, of which

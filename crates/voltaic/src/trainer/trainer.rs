@@ -243,7 +243,7 @@ impl Trainer {
         path: impl AsRef<std::path::Path>,
         storage_options: Option<&serde_json::Value>,
     ) -> Result<()> {
-        save_weights(&mut self.run, module, path.as_ref(), (storage_options, &|_| true))
+        save_weights(&mut self.run, module, path.as_ref(), storage_options, &|_| true)
     }
 
     /// Makes a module whole, on each rank, whose weights the last call of this trainer has left divided among the ranks: with `zero3`

@@ -279,7 +279,7 @@ fn ranks_exchange_collections_and_share_files_of_weights() {
         assert_eq!([&sum, &list[0], &list[1]].map(|sum| sum.double_value(&[])), [3.0, 3.0, 30.0]);
         let named = HashMap::from([("b".to_owned(), &own * 2.0), ("a".to_owned(), own)]);
         let named = fabric.all_gather(named).unwrap();
-        assert_eq!([&named["a"], &named["b"]].map(|all| f64s(all)), [[1.0, 2.0], [2.0, 4.0]]);
+        assert_eq!([&named["a"], &named["b"]].map(f64s), [[1.0, 2.0], [2.0, 4.0]]);
         let file = folder.join("first.txt");
         let is_there = fabric.rank_zero_first(false, || {
             let is_there = file.exists();

@@ -304,6 +304,7 @@ pub(crate) fn restore_training<M: LightningModule>(
         return Err(unusable(&path, "it holds weights only, no training state".to_owned(), remedy));
     };
     let state = read_state(&training.json, &path)?;
+    check_optimizers(session, &state, training.optimizers.len(), &path)?;
     let first = RankState {
         grads: training.grads,
         metrics: training.metrics,
@@ -317,21 +318,6 @@ pub(crate) fn restore_training<M: LightningModule>(
     });
     let OwnPart { logged, metrics, grads, rng } =
         own_part(session.run.world(), first, training.ranks, state.metrics, &path)?;
-    let names: Vec<&str> = state.optimizers.iter().map(|(name, _)| name.as_str()).collect();
-    let own: Vec<&str> = session.training.optimizers.iter().map(|optimizer| optimizer.name()).collect();
-    if names != own || state.schedulers.len() != session.training.schedulers.len() {
-        let what = format!(
-            "it was written with optimizers {names:?} and {} schedules, this run has {own:?} and {}",
-            state.schedulers.len(),
-            session.training.schedulers.len()
-        );
-        return Err(unusable(&path, what, "use the same configure_optimizers, or load the weights alone"));
-    }
-    if training.optimizers.len() != names.len() {
-        let what =
-            format!("it has states of {} optimizers, and lists {}", training.optimizers.len(), names.len());
-        return Err(unusable(&path, what, "it was changed after it was written: use another checkpoint"));
-    }
     let configured = hyper_parameters(session);
     let groups = state.optimizers.into_iter().map(|(_, groups)| groups);
     session.run.engine.strategy.drop_grads(session.module.as_dyn())?;
@@ -389,6 +375,30 @@ pub(crate) fn restore_training<M: LightningModule>(
     }
     let shape = (state.num_training_batches, state.batch_size);
     Ok(Resumed { path, rng, shape, ranks })
+}
+
+/// An error if a checkpoint with states of so many optimizers is not one of this run's optimizers and schedules.
+fn check_optimizers<M: LightningModule>(
+    session: &Session<M>,
+    state: &LoopState,
+    num_states: usize,
+    path: &Path,
+) -> Result<()> {
+    let names: Vec<&str> = state.optimizers.iter().map(|(name, _)| name.as_str()).collect();
+    let own: Vec<&str> = session.training.optimizers.iter().map(|optimizer| optimizer.name()).collect();
+    if names != own || state.schedulers.len() != session.training.schedulers.len() {
+        let what = format!(
+            "it was written with optimizers {names:?} and {} schedules, this run has {own:?} and {}",
+            state.schedulers.len(),
+            session.training.schedulers.len()
+        );
+        return Err(unusable(path, what, "use the same configure_optimizers, or load the weights alone"));
+    }
+    if num_states != names.len() {
+        let what = format!("it has states of {num_states} optimizers, and lists {}", names.len());
+        return Err(unusable(path, what, "it was changed after it was written: use another checkpoint"));
+    }
+    Ok(())
 }
 
 /// The hyper-parameters of each group of each optimizer. With a schedule: the learning rate that it started from, and nothing that it

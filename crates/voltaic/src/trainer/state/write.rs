@@ -239,7 +239,8 @@ pub(crate) fn save_weights<M: LightningModule>(
     run: &mut Run,
     module: &M,
     path: &Path,
-    (storage_options, filter): (Option<&Value>, &dyn Fn(&str) -> bool),
+    storage_options: Option<&Value>,
+    filter: &dyn Fn(&str) -> bool,
 ) -> Result<()> {
     let strategy = run.engine.strategy.as_ref();
     let checkpoint = match strategy.keeps(module.as_dyn()) || strategy.world().is_global_zero() {
