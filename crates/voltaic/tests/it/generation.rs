@@ -213,13 +213,12 @@ const IN_FILES: [&str; 4] = [
     "--trainer.strategy.nvme_path=nvme",
 ];
 const TP_2: &str = "--trainer.strategy.tensor_parallel.tp_size=2";
+const RUN: &str = "lightning_logs/version_0";
 const TEXT: &str = "the cat sat on the mat and the dog ran to the hat of the cat, then sat. ";
 
-/// Trains a small GPT, and continues prompts with it: by each device, strategy and way to run the same text.
-#[test]
-fn the_command_line_continues_prompts() {
-    let folder = tempfile::tempdir().unwrap();
-    std::fs::write(folder.path().join("text.txt"), TEXT.repeat(40)).unwrap();
+/// Trains a small GPT on a text, and gives the option that names its checkpoint.
+fn trained(folder: &Path) -> String {
+    std::fs::write(folder.join("text.txt"), TEXT.repeat(40)).unwrap();
     let fit = [
         "fit",
         "--model=Gpt",
@@ -235,13 +234,19 @@ fn the_command_line_continues_prompts() {
         "--optimizer=AdamW",
         "--optimizer.lr=0.01",
     ];
-    let (is_ok, _, errors) = voltaic(folder.path(), &fit);
+    let (is_ok, _, errors) = voltaic(folder, &fit);
     assert!(is_ok, "{errors}");
-    let run = "lightning_logs/version_0";
-    let files = std::fs::read_dir(folder.path().join(run).join("checkpoints")).unwrap();
+    let files = std::fs::read_dir(folder.join(RUN).join("checkpoints")).unwrap();
     let checkpoint =
         files.map(|file| file.unwrap().path()).find(|path| path.extension().unwrap() == "ckpt").unwrap();
-    let path = format!("--ckpt_path={}", checkpoint.display());
+    format!("--ckpt_path={}", checkpoint.display())
+}
+
+/// Trains a small GPT, and continues prompts with it: by each device, strategy and way to run the same text.
+#[test]
+fn the_command_line_continues_prompts() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = trained(folder.path());
     let generate = |more: &[&str]| {
         let arguments = [&["generate", &path, "--max_new_tokens=40"][..], more].concat();
         let (is_ok, text, errors) = voltaic(folder.path(), &arguments);
@@ -291,7 +296,7 @@ fn the_command_line_continues_prompts() {
         let (is_ok, _, errors) = voltaic(folder.path(), &[&["generate"], arguments].concat());
         assert!(!is_ok && parts.iter().all(|part| errors.contains(part)), "{arguments:?}: {errors}");
     };
-    let config = format!("--config={run}/config.yaml");
+    let config = format!("--config={RUN}/config.yaml");
     refused(&[&path], &["--prompt"]);
     refused(&[&config, "--prompt=the"], &["ckpt_path", "not set", "--ckpt_path=FILE"]);
     refused(&[&path, "--prompt=~"], &["'~'", "is not one of"]);
