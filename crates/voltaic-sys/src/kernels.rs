@@ -129,6 +129,7 @@ pub struct vt_chain_call {
     pub outputs: *const vt_chain_tensor,
     pub num_outputs: usize,
     pub len: i64,
+    pub row: i64,
 }
 
 #[repr(C)]

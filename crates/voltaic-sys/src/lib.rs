@@ -245,6 +245,7 @@ pub const VT_GRAPH_NOWHERE: u64 = u64::MAX;
 pub struct vt_chain {
     pub node: usize,
     pub len: i64,
+    pub row: i64,
     pub steps: *const vt_chain_step,
     pub num_steps: usize,
     pub inputs: *const i64,
@@ -252,7 +253,16 @@ pub struct vt_chain {
     pub num_inputs: usize,
     pub outputs: *const i64,
     pub registers: *const i32,
+    pub output_periods: *const i64,
     pub num_outputs: usize,
+}
+
+#[repr(C)]
+pub struct vt_moved_value {
+    pub value: usize,
+    pub buffer: usize,
+    pub offset: i64,
+    pub strides: *const i64,
 }
 
 #[repr(C)]
@@ -270,6 +280,8 @@ pub struct vt_graph_plan {
     pub merged: *const u64,
     pub chains: *const vt_chain,
     pub num_chains: usize,
+    pub moved: *const vt_moved_value,
+    pub num_moved: usize,
 }
 
 unsafe extern "C" {

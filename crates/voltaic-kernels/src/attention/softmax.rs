@@ -4,27 +4,8 @@ use std::ops::Range;
 
 use crate::attention::head::{AttentionHead, GradHead};
 use crate::element::Element;
-use crate::kernel::Kernel;
+use crate::kernel::{Kernel, LANES, dot, fold};
 use crate::math::exp;
-
-const LANES: usize = 16;
-
-/// Folds a row lane by lane, so that it needs no order of the compiler's liking.
-#[inline(always)]
-fn fold(row: &[f32], start: f32, f: impl Fn(f32, f32) -> f32, join: impl Fn(f32, f32) -> f32) -> f32 {
-    let mut lanes = [start; LANES];
-    let parts = row.chunks_exact(LANES);
-    let rest = parts.remainder();
-    for part in parts {
-        for (lane, number) in lanes.iter_mut().zip(part) {
-            *lane = f(*lane, *number);
-        }
-    }
-    for number in rest {
-        lanes[0] = f(lanes[0], *number);
-    }
-    lanes.into_iter().fold(start, join)
-}
 
 /// Numbers from the start of a row that are worked on to have the first `visible`: compilers are slow at what is left
 /// over.
@@ -164,20 +145,4 @@ fn softmax_backward<C: Element>(
     }
     weights[visible..].fill(C::default());
     grad_scores[visible..].fill(C::default());
-}
-
-#[inline(always)]
-fn dot<T: Element>(a: &[T], b: &[T]) -> f32 {
-    let mut lanes = [0.0; LANES];
-    let (a_parts, b_parts) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
-    let rest = a_parts.remainder().iter().zip(b_parts.remainder());
-    for (a, b) in a_parts.zip(b_parts) {
-        for (lane, (a, b)) in lanes.iter_mut().zip(a.iter().zip(b)) {
-            *lane = a.to_f32().mul_add(b.to_f32(), *lane);
-        }
-    }
-    for (a, b) in rest {
-        lanes[0] = a.to_f32().mul_add(b.to_f32(), lanes[0]);
-    }
-    lanes.into_iter().sum()
 }

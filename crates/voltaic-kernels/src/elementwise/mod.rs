@@ -4,3 +4,4 @@ pub(crate) mod chain;
 pub(crate) mod gelu;
 pub(crate) mod operators;
 pub(crate) mod pointwise;
+mod row_steps;

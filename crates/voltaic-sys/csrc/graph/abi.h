@@ -35,19 +35,28 @@ vt_error *vt_recording_buffer_of(const vt_recording *recording, vt_tensor tensor
 
 #define VT_GRAPH_NOWHERE UINT64_MAX
 
-// Operators element by element that run as one, at the place of their last node.
+// Operators element by element and row by row that run as one, at the place of their last node.
 typedef struct {
   size_t node;
-  int64_t len; // numbers of each result
+  int64_t len; // numbers that each of them works on
+  int64_t row; // those of a row; 0 if nothing goes by rows
   const vt_chain_step *steps;
   size_t num_steps;
   const int64_t *inputs;  // values that are read
-  const int64_t *periods; // how many numbers each of them has
+  const int64_t *periods; // how many numbers each of them has; 0 if each row has one
   size_t num_inputs;
   const int64_t *outputs;   // values that are written
   const int32_t *registers; // what is written to each
+  const int64_t *output_periods; // how many numbers of it, as vt_chain_tensor
   size_t num_outputs;
 } vt_chain;
+
+// A value that lies elsewhere than when it was recorded.
+typedef struct {
+  size_t value, buffer;
+  int64_t offset;         // in elements
+  const int64_t *strides; // one for each dimension
+} vt_moved_value;
 
 typedef struct {
   const uint8_t *runs;            // per node: 0 if it is left out
@@ -63,6 +72,8 @@ typedef struct {
   const uint64_t *merged;         // per buffer: the buffer whose memory it is, itself or an earlier one
   const vt_chain *chains;         // by node; only where kernels are installed
   size_t num_chains;
+  const vt_moved_value *moved;
+  size_t num_moved;
 } vt_graph_plan;
 
 // A recording made ready: its kernels are called over memory that never moves.

@@ -140,6 +140,7 @@ public:
   std::unique_ptr<vt_graph> build();
 
 private:
+  void move_values();
   void add_outputs();
   void place_buffers();
   void add_inputs();
@@ -156,6 +157,7 @@ private:
   const vt_graph_plan &plan_;
   std::unique_ptr<vt_graph> graph_ = std::make_unique<vt_graph>();
   std::vector<c10::intrusive_ptr<StorageImpl>> storages_; // by buffer
+  std::vector<bool> is_moved_;                            // by value
   std::vector<bool> is_supplied_;                         // by buffer: whether its node is given its memory
   std::vector<Tensor> tensors_;                           // by value; made when needed
   std::map<int32_t, size_t> given_away_;                  // by buffer
@@ -166,6 +168,18 @@ c10::DataPtr allocate_arena(c10::Device device, size_t bytes) {
     return c10::GetCPUAllocator()->allocate(bytes);
   const int32_t pool = device.is_hpu() ? hpu::pool_of(device.index()) : VT_HOST_POOL;
   return allocate_block(pool, bytes, c10::Device(c10::DeviceType::CPU));
+}
+
+void Builder::move_values() {
+  is_moved_.resize(recording_.values.size());
+  for (size_t i = 0; i < plan_.num_moved; ++i) {
+    const vt_moved_value &moved = plan_.moved[i];
+    Value &value = recording_.values[moved.value];
+    value.buffer = static_cast<int32_t>(moved.buffer);
+    value.geometry.offset = moved.offset;
+    value.geometry.strides.assign(moved.strides, moved.strides + value.geometry.sizes.size());
+    is_moved_[moved.value] = true;
+  }
 }
 
 void Builder::add_outputs() {
@@ -293,6 +307,7 @@ void Builder::add_results(const Node &node, Call &call) {
   for (uint32_t i = 0; i < node.results.size(); ++i) {
     const Operand &result = node.results[i];
     if (result.kind == Operand::Kind::tensor && result.values[0] >= 0) {
+      call.is_moved = call.is_moved || is_moved_[result.values[0]];
       call.results.emplace_back(i, tensor(result.values[0]));
     } else if (result.kind == Operand::Kind::tensor_list) {
       std::vector<Tensor> list;
@@ -349,15 +364,17 @@ void Builder::add_chain(const vt_chain &from) {
   Chain chain;
   chain.steps.assign(from.steps, from.steps + from.num_steps);
   chain.len = from.len;
+  chain.row = from.row;
   for (size_t i = 0; i < from.num_inputs; ++i) {
     chain.inputs.push_back(tensor(static_cast<int32_t>(from.inputs[i])));
-    const bool is_number = from.periods[i] == 1;
-    chain.reads.push_back({nullptr, from.periods[i], is_number ? VT_FLOAT32 : dtype_of(chain.inputs[i]), 0});
+    const Tensor &input = chain.inputs.back();
+    const bool is_copied = from.periods[i] == 1 || input.scalar_type() == at::kLong;
+    chain.reads.push_back({nullptr, from.periods[i], is_copied ? VT_FLOAT32 : dtype_of(input), 0});
+    chain.numbers.emplace_back(is_copied ? input.numel() : 0);
   }
-  chain.numbers.resize(from.num_inputs);
   for (size_t i = 0; i < from.num_outputs; ++i) {
     chain.outputs.push_back(tensor(static_cast<int32_t>(from.outputs[i])));
-    chain.writes.push_back({nullptr, from.len, dtype_of(chain.outputs[i]), from.registers[i]});
+    chain.writes.push_back({nullptr, from.output_periods[i], dtype_of(chain.outputs[i]), from.registers[i]});
   }
   const auto node = static_cast<int32_t>(from.node);
   Call call{recording_.nodes[node].op, {}, 0, {}, {}, static_cast<uint32_t>(graph_->blocks.size()), 0, node,
@@ -372,6 +389,7 @@ std::unique_ptr<vt_graph> Builder::build() {
   graph_->device = recording_.device;
   if (plan_.arena_bytes != 0)
     graph_->arena = allocate_arena(recording_.device, plan_.arena_bytes);
+  move_values();
   add_outputs();
   place_buffers();
   tensors_.resize(recording_.values.size());
@@ -433,17 +451,22 @@ void settle(vt_graph &graph, int32_t node, const Tensor &result, const Tensor &p
   at::_ops::copy_::redispatch(hpu::cpu_only, target, result, false);
 }
 
-float number_in(const Tensor &tensor) {
-  const void *data = tensor.const_data_ptr();
+template <class T> void widen(const Tensor &tensor, std::vector<float> &numbers) {
+  const T *data = static_cast<const T *>(tensor.const_data_ptr());
+  for (size_t i = 0; i < numbers.size(); ++i)
+    numbers[i] = static_cast<float>(data[i]);
+}
+
+void read_numbers(const Tensor &tensor, std::vector<float> &numbers) {
   switch (tensor.scalar_type()) {
   case at::kFloat:
-    return *static_cast<const float *>(data);
+    return widen<float>(tensor, numbers);
   case at::kDouble:
-    return static_cast<float>(*static_cast<const double *>(data));
+    return widen<double>(tensor, numbers);
   case at::kBFloat16:
-    return *static_cast<const at::BFloat16 *>(data);
+    return widen<at::BFloat16>(tensor, numbers);
   case at::kLong:
-    return static_cast<float>(*static_cast<const int64_t *>(data));
+    return widen<int64_t>(tensor, numbers);
   default:
     TORCH_CHECK(false, "a chain of operators has no number of ", tensor.toString());
   }
@@ -451,19 +474,25 @@ float number_in(const Tensor &tensor) {
 
 void run_chain(Chain &chain) {
   for (size_t i = 0; i < chain.inputs.size(); ++i) {
-    void *data = const_cast<void *>(chain.inputs[i].const_data_ptr());
-    if (chain.reads[i].period == 1) {
-      chain.numbers[i] = number_in(chain.inputs[i]);
-      data = &chain.numbers[i];
+    if (!chain.numbers[i].empty()) {
+      read_numbers(chain.inputs[i], chain.numbers[i]);
+      chain.reads[i].data = chain.numbers[i].data();
+    } else {
+      chain.reads[i].data = const_cast<void *>(chain.inputs[i].const_data_ptr());
     }
-    chain.reads[i].data = data;
   }
   for (size_t i = 0; i < chain.outputs.size(); ++i)
     chain.writes[i].data = chain.outputs[i].mutable_data_ptr();
   const vt_chain_call call{chain.steps.data(),  chain.steps.size(),  chain.reads.data(), chain.reads.size(),
-                           chain.writes.data(), chain.writes.size(), chain.len};
+                           chain.writes.data(), chain.writes.size(), chain.len, chain.row};
   is_done(rust.chain(&call));
 }
+
+// Tells the kernel of a call where its results are to lie.
+struct Wanted {
+  explicit Wanted(const Call &call) { wanted_results = call.is_moved ? &call.results : nullptr; }
+  ~Wanted() { wanted_results = nullptr; }
+};
 
 void run(vt_graph &graph) {
   Placement placement(graph);
@@ -481,6 +510,7 @@ void run(vt_graph &graph) {
     placement.enter(call);
     {
       const profiler::DeviceScope profiled(VT_ROW_OPERATORS, device, call.op.schema().name().c_str());
+      const Wanted wanted(call);
       call.op.redispatchBoxed(hpu::cpu_only, &stack);
     }
     for (const auto &[index, place] : call.results)

@@ -18,6 +18,7 @@ struct Call {
   uint32_t first_block, num_blocks;
   int32_t node; // of the recording
   int32_t chain = -1; // that runs in its place
+  bool is_moved = false; // a result lies elsewhere than when it was recorded
 };
 
 // Operators that run as one.
@@ -25,8 +26,8 @@ struct Chain {
   std::vector<vt_chain_step> steps;
   std::vector<at::Tensor> inputs, outputs;
   std::vector<vt_chain_tensor> reads, writes; // of them, with addresses during a replay
-  std::vector<float> numbers;                 // of the inputs that have one
-  int64_t len;
+  std::vector<std::vector<float>> numbers;    // of inputs that have one, or an integer for each row
+  int64_t len, row;
 };
 
 // Memory that a call's kernel is given.

@@ -47,7 +47,8 @@ typedef struct {
   float number;
 } vt_chain_step;
 
-// `period` numbers of a vt_float, which repeat; of an output all are written, from a register.
+// `period` numbers of a vt_float, which repeat; 0: one for each row. Of an output so many are written, from a register: all, the sums
+// over the rows, or the first of each row.
 typedef struct {
   void *data;
   int64_t period;
@@ -62,6 +63,7 @@ typedef struct {
   const vt_chain_tensor *outputs;
   size_t num_outputs;
   int64_t len;
+  int64_t row; // numbers of a row; 0 if nothing goes by rows
 } vt_chain_call;
 
 // What is computed of a convolution.
@@ -160,7 +162,7 @@ typedef struct {
                                  float *grad_bias);
   // What is written is memory of its own.
   int32_t (*update)(const vt_update_rule *rule, const vt_update *updates, size_t len);
-  // An output may lie where an input of its format and of all numbers does.
+  // An output of all numbers may lie where an input of its format and of all numbers does.
   int32_t (*chain)(const vt_chain_call *chain);
 } vt_kernels;
 

@@ -48,6 +48,15 @@ Tensor new_rows(const Tensor &like) {
   return new_empty(like, {like.size(0), like.size(2), like.size(1), like.size(3)}).transpose(1, 2);
 }
 
+// The gradient of `like`, which is result `number`: where a replay wants it, or in new memory.
+Tensor new_grad(uint32_t number, const Tensor &like) {
+  if (wanted_results != nullptr)
+    for (const auto &[index, wanted] : *wanted_results)
+      if (index == number && wanted.defined() && are_alike(wanted, like) && is_rows(wanted, like))
+        return wanted;
+  return new_rows(like);
+}
+
 // libtorch divides by the number of heads.
 bool has_no_heads(const Tensor &query) { return query.dim() == 4 && query.size(1) == 0; }
 
@@ -88,7 +97,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor &grad, const 
       !are_alike(grad, query) || !are_alike(out, query) || log_sum_exp.scalar_type() != at::kFloat ||
       log_sum_exp.sizes() != query.sizes().slice(0, 3))
     return by_libtorch();
-  Tensor grad_query = new_rows(query), grad_key = new_rows(key), grad_value = new_rows(value);
+  Tensor grad_query = new_grad(0, query), grad_key = new_grad(1, key), grad_value = new_grad(2, value);
   vt_attention call = describe(query, key, value, out, log_sum_exp, is_causal, scale);
   call.grad_out = rows_of(grad);
   call.grad_query = rows_of(grad_query);

@@ -5,6 +5,7 @@
 namespace voltaic {
 
 vt_kernels rust{};
+thread_local const std::vector<std::pair<uint32_t, Tensor>> *wanted_results = nullptr;
 
 void throw_failure() {
   char text[1024] = "";

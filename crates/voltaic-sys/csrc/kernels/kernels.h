@@ -18,6 +18,9 @@ using OptionalTensor = std::optional<Tensor>;
 // Null entries until vt_install_kernels.
 extern vt_kernels rust;
 
+// Where the results of the operator that a replay calls on this thread are to lie, with their numbers; null for anywhere.
+extern thread_local const std::vector<std::pair<uint32_t, Tensor>> *wanted_results;
+
 // Throws what the kernel that failed last on this thread says.
 [[noreturn]] void throw_failure();
 

@@ -3,9 +3,9 @@
 //! Views cost nothing in a replay, since memory never moves. Each buffer lives from the node that
 //! makes it to the last one that uses it, and buffers whose lifetimes do not overlap share memory.
 
-use super::ir::Graph;
+use super::ir::{Graph, Value};
 use super::passes::Program;
-use crate::ffi::GraphPlan;
+use crate::ffi::{GraphPlan, MovedValue};
 
 /// Sizes and counts of a plan.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -18,6 +18,10 @@ pub struct PlanStats {
     pub num_fused: usize,
     /// Operators that are not run, since another one has the same result.
     pub num_merged: usize,
+    /// Results that lie in the memory of an operand which nothing reads later.
+    pub num_in_place: usize,
+    /// Concatenations that are not run, since their parts are written there in the first place.
+    pub num_joined: usize,
     /// Memory that a replay works in beside what is kept.
     pub arena_bytes: u64,
     /// What it would be if no buffer were used twice.
@@ -44,7 +48,7 @@ enum Owner {
 
 /// Plans the replay of a program.
 pub(super) fn plan(program: Program, uses_out_variants: bool) -> (GraphPlan, PlanStats) {
-    let Program { graph, runs, merged, chains } = program;
+    let Program { graph, runs, merged, chains, num_merged, moved, num_joined, num_in_place } = program;
     let mut pieces = pieces(&graph, &runs);
     let unshared_bytes = pieces.iter().map(|piece| padded(piece.bytes)).sum();
     pieces.sort_by_key(|piece| (std::cmp::Reverse(piece.bytes), piece.first));
@@ -58,6 +62,7 @@ pub(super) fn plan(program: Program, uses_out_variants: bool) -> (GraphPlan, Pla
         uses_out_variants,
         merged: merged.iter().map(|&buffer| buffer as u64).collect(),
         chains: Vec::new(),
+        moved: moved.into_iter().map(|value| moved_value(&graph, value)).collect(),
     };
     for (piece, start) in place(&pieces) {
         let offset = start + GraphPlan::HEADER_BYTES;
@@ -70,14 +75,21 @@ pub(super) fn plan(program: Program, uses_out_variants: bool) -> (GraphPlan, Pla
     let stats = PlanStats {
         num_nodes: graph.nodes.len(),
         num_calls: runs.iter().filter(|runs| **runs).count(),
-        num_fused: chains.iter().map(|chain| chain.members.len()).sum(),
-        num_merged: merged.iter().enumerate().filter(|(index, buffer)| index != *buffer).count(),
+        num_fused: chains.iter().map(|chain| chain.members.len()).filter(|len| *len > 1).sum(),
+        num_merged,
+        num_in_place,
+        num_joined,
         arena_bytes: plan.arena_bytes,
         unshared_bytes,
         kept_bytes: graph.buffers.iter().filter(|buffer| buffer.is_kept).map(|buffer| buffer.bytes).sum(),
     };
     plan.chains = chains.into_iter().map(|chain| chain.planned).collect();
     (plan, stats)
+}
+
+fn moved_value(graph: &Graph, value: usize) -> MovedValue {
+    let Value { buffer, offset, stride, .. } = &graph.values[value];
+    MovedValue { value, buffer: *buffer, offset: *offset, strides: stride.clone() }
 }
 
 /// Bytes of a piece with its header, a multiple of the alignment.

@@ -1,11 +1,12 @@
 //! Compiled modules and training steps: what the code computes, with fewer passes over memory.
 
-use tch::{Kind, Tensor};
+use tch::{Kind, Reduction, Tensor};
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::graph::{Compiler, HpuGraph, PlanStats};
 use voltaic::models::{Gpt, GptConfig};
 use voltaic::module::LightningModule;
 use voltaic::nn::{Callable, Forward, Linear, ModuleExt};
+use voltaic::precision::autocast;
 use voltaic::trainer::{GraphReport, Trainer, TrainerBuilder, seed_everything};
 use voltaic::{Module, ffi};
 
@@ -98,6 +99,135 @@ fn chains_of_operators_run_as_one() {
             assert!(plans[0].num_fused >= 2, "{what}: {plans:?}");
             assert!(plans[0].num_calls <= forward + usize::from(what == "a mean"), "{what}: {plans:?}");
         }
+    }
+}
+
+/// The norm of the last dimension, with a weight and a bias that are rows of the input.
+fn norm(x: &Tensor, of: &Tensor) -> Tensor {
+    let row = |at| of.narrow(0, at, 1).reshape([-1]);
+    x.layer_norm([x.size()[1]], Some(row(0)), Some(row(1)), 1e-3, false)
+}
+
+#[test]
+fn norms_and_softmax_run_as_one_with_what_is_around_them() {
+    let _rng = start();
+    for (what, code, fused) in [
+        ("a sum, a norm and a cast", (|x| norm(&(x * 2.0 + x), x).to_kind(Kind::Float) - x) as Function, 4),
+        (
+            "a norm without weights",
+            |x| (x * 2.0).layer_norm::<Tensor>([x.size()[1]], None, None, 1e-3, false),
+            2,
+        ),
+        ("a norm of all", |x| (x * 2.0).layer_norm::<Tensor>(x.size(), None, None, 1e-3, false) + x, 3),
+        ("softmax", |x| (x * 2.0).softmax(-1, x.kind()) * x, 3),
+        ("log_softmax", |x| (x * 2.0).log_softmax(1, x.kind()).tanh(), 3),
+        ("two of them", |x| norm(&(x * 2.0).softmax(-1, x.kind()), x).relu(), 4),
+    ] {
+        for size in [[2, 5], [70, 33], [40, if what == "a norm of all" { 70 } else { 700 }]] {
+            let plans = two_kinds(what, code, &size);
+            assert_eq!((plans[0].num_fused, plans[0].num_calls), (fused, 1), "{what}: {plans:?}");
+            assert!(plans[1].num_fused >= 2, "{what}: {plans:?}");
+        }
+    }
+    // softmax of columns is libtorch's, and so are rows that the first caches do not hold
+    for (what, code, size) in [
+        ("columns", (|x| (x * 2.0).softmax(0, x.kind()) * 3.0) as Function, [70, 33]),
+        ("long rows", |x| (x * 2.0).softmax(1, x.kind()) * 3.0, [2, 40_000]),
+    ] {
+        let plans = check(what, code, &size, Kind::Float, 2e-6);
+        assert_eq!((plans[0].num_fused, plans[0].num_calls), (0, 3), "{what}: {plans:?}");
+    }
+}
+
+/// The loss of some classes, one of them ignored.
+fn loss(x: &Tensor, reduction: Reduction) -> Tensor {
+    let classes = Tensor::arange(x.size()[0], (Kind::Int64, x.device())).remainder(x.size()[1]);
+    let classes = classes.masked_fill(&classes.eq(1), -100);
+    (x * 2.0).cross_entropy_loss::<Tensor>(&classes, None, reduction, -100, 0.0)
+}
+
+#[test]
+fn losses_by_classes_have_their_gradients_in_chains() {
+    let _rng = start();
+    for (what, code, calls) in [
+        ("mean", (|x| loss(x, Reduction::Mean) * x) as Function, 3),
+        ("sum", |x| loss(x, Reduction::Sum) * x, 3),
+        ("each", |x| loss(x, Reduction::None).unsqueeze(1) * x, 4),
+    ] {
+        for size in [[2, 5], [70, 33], [40, 700]] {
+            let plans = two_kinds(what, code, &size);
+            assert_eq!((plans[0].num_fused, plans[1].num_calls), (2, calls), "{what}: {plans:?}");
+        }
+    }
+}
+
+#[test]
+fn chains_write_over_what_is_read_for_the_last_time() {
+    let _rng = start();
+    let dead: Function = |x| (x.detach().erf() * 2.0 + 1.0).erf() + x;
+    let alive: Function = |x| {
+        let first = x.detach().erf();
+        (&first * 2.0 + 1.0).erf() + first + x
+    };
+    if plays("not in place") {
+        assert_eq!(check("dead", dead, &[9, 70], Kind::Float, 1e-6)[0].num_in_place, 0);
+        return;
+    }
+    text_of(&own_process("not in place").env("PT_HPU_DISABLE_in_place", "1").output().unwrap());
+    for (what, code, count) in [("dead", dead, 1), ("alive", alive, 0)] {
+        let plans = two_kinds(what, code, &[9, 70]);
+        assert_eq!(plans[0].num_in_place, count, "{what}: {plans:?}");
+    }
+}
+
+/// Attention of two heads, of query, key and value that are parts of one tensor; the query counts so often in the result.
+fn attention(x: &Tensor, queries: f64) -> Tensor {
+    let size = x.size();
+    let heads = |part: &Tensor| part.view([size[0], size[1], 2, -1]).transpose(1, 2);
+    let parts: Vec<Tensor> = x.chunk(3, 2).iter().map(heads).collect();
+    let [q, k, v] = &parts[..] else { unreachable!() };
+    let out = Tensor::scaled_dot_product_attention(q, k, v, None::<Tensor>, 0.0, true, None, false);
+    let out = if queries > 0.0 { out + q * queries } else { out };
+    out.transpose(1, 2).reshape([size[0], size[1], -1])
+}
+
+#[test]
+fn gradients_of_attention_are_written_where_they_are_concatenated() {
+    let _rng = start();
+    let packed: Function = |x| attention(&(x * 0.5), 0.0).tanh();
+    if plays("concatenated") {
+        assert_eq!(check("packed", packed, &[2, 6, 24], Kind::Float, 1e-5)[1].num_joined, 0);
+        return;
+    }
+    text_of(&own_process("concatenated").env("PT_HPU_DISABLE_concatenations", "1").output().unwrap());
+    let kept: Function = |x| attention(x, 0.0).tanh();
+    let read_twice: Function = |x| attention(&(x * 0.5), 2.0).tanh();
+    for (what, code, count) in [("packed", packed, 1), ("kept", kept, 0), ("read twice", read_twice, 0)] {
+        for (kind, tolerance) in [(Kind::Float, 1e-5), (Kind::BFloat16, 8e-2)] {
+            let plans = check(what, code, &[2, 6, 24], kind, tolerance);
+            assert_eq!(plans[1].num_joined, count, "{what}: {plans:?}");
+        }
+    }
+}
+
+#[test]
+fn a_gpt_has_its_norms_and_casts_in_chains() {
+    let _rng = start();
+    let config = GptConfig { vocab_size: 65, block_size: 16, n_layer: 2, ..GptConfig::tiny() };
+    // sums with norms; in bfloat16 also casts, and the gradient of the last norm, to which nothing is added
+    for (precise, fused) in [(true, [10, 8]), (false, [15, 20])] {
+        let gpt = Gpt::new(config.clone()).unwrap();
+        let compiled = voltaic::compile(&gpt, "hpu_backend").unwrap();
+        for _ in 0..3 {
+            let tokens = Tensor::randint(65, [4, 16], (Kind::Int64, CPU));
+            let region = (!precise).then(|| autocast(voltaic::Device::Cpu, Kind::BFloat16).unwrap());
+            let logits = gpt.call(&tokens).unwrap();
+            drop(region);
+            logits.sum(Kind::Float).backward();
+        }
+        let plans = compiled.plan_stats();
+        let counts = [0, 1].map(|pass| plans[pass].num_fused);
+        assert_eq!((counts, plans[1].num_joined), (fused, 2), "{precise}: {plans:?}");
     }
 }
 

@@ -44,7 +44,7 @@ const NO_EFFECT: &str = "none on emulated HPUs";
 const HANDED_ON: &str = "none on emulated HPUs; handed to the plugin";
 
 #[rustfmt::skip]
-const FLAGS: [Flag; 34] = [
+const FLAGS: [Flag; 36] = [
     Flag { name: "VOLTAIC_HPU", kind: Kind::Word(&["auto", "gaudi", "emulator"]), default: "auto", effect: "what hpu means; auto: Gaudi cards if there are any, else emulated ones" },
     Flag { name: "VOLTAIC_HPU_GENERATION", kind: Kind::Word(&["gaudi", "gaudi2", "gaudi3"]), default: "gaudi2", effect: "generation of the emulated cards: their memory and dtypes" },
     Flag { name: "VOLTAIC_HPU_DEVICES", kind: Kind::Number(1, MAX_HPUS as u64), default: "8", effect: "number of emulated cards" },
@@ -77,7 +77,9 @@ const FLAGS: [Flag; 34] = [
     Flag { name: "QUANT_CONFIG", kind: Kind::Text, default: "by the plugin's quant", effect: "JSON file with the settings of fp8 inference, unless the plugin's quant is a file or a mapping" },
     Flag { name: DISABLE_TENSOR_CACHE, kind: Kind::Switch, default: "0", effect: "1: calls of a graph give tensors of their own" },
     Flag { name: "PT_HPU_DISABLE_common_subexpressions", kind: Kind::Switch, default: "0", effect: "1: compile computes equal results each for itself" },
-    Flag { name: "PT_HPU_DISABLE_fuse_elementwise", kind: Kind::Switch, default: "0", effect: "1: compile runs operators element by element one after the other" },
+    Flag { name: "PT_HPU_DISABLE_concatenations", kind: Kind::Switch, default: "0", effect: "1: compile concatenates gradients of attention after they are computed" },
+    Flag { name: "PT_HPU_DISABLE_fuse_elementwise", kind: Kind::Switch, default: "0", effect: "1: compile runs operators element by element and row by row one after the other" },
+    Flag { name: "PT_HPU_DISABLE_in_place", kind: Kind::Switch, default: "0", effect: "1: compile gives all results memory of their own" },
     Flag { name: "GC_KERNEL_PATH", kind: Kind::Text, default: "searched for", effect: "libtpc_kernels.so; set before the plugin is loaded" },
 ];
 

@@ -103,6 +103,7 @@ impl Recording {
         let steps: Vec<Vec<sys::vt_chain_step>> = plan.chains.iter().map(PlannedChain::raw_steps).collect();
         let chains: Vec<sys::vt_chain> =
             plan.chains.iter().zip(&steps).map(|(chain, steps)| chain.raw(steps)).collect();
+        let moved: Vec<sys::vt_moved_value> = plan.moved.iter().map(MovedValue::raw).collect();
         let raw_plan = sys::vt_graph_plan {
             runs: plan.runs.as_ptr(),
             buffer_offsets: plan.buffer_offsets.as_ptr(),
@@ -117,6 +118,8 @@ impl Recording {
             merged: plan.merged.as_ptr(),
             chains: chains.as_ptr(),
             num_chains: chains.len(),
+            moved: moved.as_ptr(),
+            num_moved: moved.len(),
         };
         let mut raw = ptr::null_mut();
         // SAFETY: the plan's arrays, the inputs and the outputs are alive for the call; the lengths of the arrays are those
@@ -206,25 +209,51 @@ pub struct GraphPlan {
     pub merged: Vec<u64>,
     /// Operators that run as one, by node.
     pub chains: Vec<PlannedChain>,
+    /// Values that lie elsewhere than when they were recorded.
+    pub moved: Vec<MovedValue>,
 }
 
-/// Operators element by element that run as one.
+/// A value that lies elsewhere than when it was recorded.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MovedValue {
+    /// Which.
+    pub value: usize,
+    /// Whose memory it is now.
+    pub buffer: usize,
+    /// Where it begins there, in elements.
+    pub offset: i64,
+    /// One for each dimension, in elements.
+    pub strides: Vec<i64>,
+}
+
+impl MovedValue {
+    fn raw(&self) -> sys::vt_moved_value {
+        let strides = self.strides.as_ptr();
+        sys::vt_moved_value { value: self.value, buffer: self.buffer, offset: self.offset, strides }
+    }
+}
+
+/// Operators element by element and row by row that run as one.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PlannedChain {
     /// The node in whose place they run.
     pub node: usize,
-    /// Numbers of each result.
+    /// Numbers that each of them works on.
     pub len: i64,
+    /// Those of a row; 0 if nothing goes by rows.
+    pub row: i64,
     /// The operators.
     pub steps: Vec<ChainStep>,
     /// Values that are read.
     pub inputs: Vec<i64>,
-    /// How many numbers each of them has, which repeat.
+    /// How many numbers each of them has, which repeat; 0 if each row has one.
     pub periods: Vec<i64>,
     /// Values that are written.
     pub outputs: Vec<i64>,
     /// What is written to each.
     pub registers: Vec<i32>,
+    /// How many numbers of it: all, as many as a row for the sums over the rows, 0 for the first of each row.
+    pub output_periods: Vec<i64>,
 }
 
 impl PlannedChain {
@@ -242,6 +271,7 @@ impl PlannedChain {
         sys::vt_chain {
             node: self.node,
             len: self.len,
+            row: self.row,
             steps: steps.as_ptr(),
             num_steps: steps.len(),
             inputs: self.inputs.as_ptr(),
@@ -249,6 +279,7 @@ impl PlannedChain {
             num_inputs: self.inputs.len(),
             outputs: self.outputs.as_ptr(),
             registers: self.registers.as_ptr(),
+            output_periods: self.output_periods.as_ptr(),
             num_outputs: self.outputs.len(),
         }
     }

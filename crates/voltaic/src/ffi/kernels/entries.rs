@@ -105,7 +105,7 @@ unsafe fn run_chain(call: &sys::vt_chain_call) {
     // arrays, so that a replay takes no memory
     let mut steps = [ChainStep { op: ChainOp::Add, a: 0, b: 0, number: 0.0 }; Chain::REGISTERS];
     let mut inputs = [ChainInput { data: ptr::null(), dtype: Dtype::Float32, period: 1 }; Chain::REGISTERS];
-    let output = ChainOutput { data: ptr::null_mut(), dtype: Dtype::Float32, register: 0 };
+    let output = ChainOutput { data: ptr::null_mut(), dtype: Dtype::Float32, register: 0, period: 0 };
     let mut outputs = [output; Chain::REGISTERS];
     for (step, from) in steps[..given.len()].iter_mut().zip(given) {
         let op = ChainOp::of_number(from.op).expect("the pass names operators by their numbers");
@@ -115,13 +115,15 @@ unsafe fn run_chain(call: &sys::vt_chain_call) {
         *input = ChainInput { data: from.data, dtype: dtype_of(from.dtype), period: from.period as usize };
     }
     for (output, from) in outputs[..writes.len()].iter_mut().zip(writes) {
-        *output = ChainOutput { data: from.data, dtype: dtype_of(from.dtype), register: from.from as usize };
+        let (register, period) = (from.from as usize, from.period as usize);
+        *output = ChainOutput { data: from.data, dtype: dtype_of(from.dtype), register, period };
     }
     let chain = Chain {
         steps: &steps[..given.len()],
         inputs: &inputs[..reads.len()],
         outputs: &outputs[..writes.len()],
         len: call.len as usize,
+        row: call.row as usize,
     };
     // SAFETY: as this function asks.
     unsafe { chain.run() };

@@ -115,9 +115,7 @@ fn merge(program: &mut Program, earlier: usize, now: usize) {
         return;
     };
     let (kept, dropped) = (program.graph.values[kept].buffer, program.graph.values[dropped].buffer);
-    for value in program.graph.values.iter_mut().filter(|value| value.buffer == dropped) {
-        value.buffer = kept;
-    }
-    program.merged[dropped] = kept;
+    program.merge(kept, dropped);
+    program.num_merged += 1;
     program.runs[now] = false;
 }

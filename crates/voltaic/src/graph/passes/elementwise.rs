@@ -1,30 +1,90 @@
-//! Operators element by element, as steps of a chain: which there are, and what of a recording is one.
+//! What can be a part of a chain, and the operators element by element among it.
 
+use super::rows;
 use crate::graph::ir::{Graph, Node, Operand, Value};
 use crate::kernels::ChainOp;
 
-/// How a node reads a tensor.
+/// How a node reads or writes a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Access {
-    /// Number by number, as the result is written.
+    /// Number by number, as all of a chain.
     Whole,
-    /// So many numbers, which repeat.
+    /// So many numbers, which repeat; what is written of as many are the sums over the rows.
     Repeated(i64),
+    /// A number for each row.
+    ByRow,
 }
 
-/// A node that can be a step.
+impl Access {
+    /// How many numbers of a chain of `len` numbers, as a plan says it.
+    pub(super) fn period(self, len: i64) -> i64 {
+        match self {
+            Self::Whole => len,
+            Self::Repeated(period) => period,
+            Self::ByRow => 0,
+        }
+    }
+}
+
+/// What a step takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Source {
+    /// An operand of the node, by its number.
+    Operand(usize),
+    /// The result of an earlier step of the node.
+    Step(usize),
+}
+
+/// A part of what a node computes.
 #[derive(Debug)]
-pub(super) struct Elementwise {
+pub(super) struct Step {
+    pub(super) op: ChainOp,
+    pub(super) a: Source,
+    pub(super) b: Source,
+    pub(super) number: f64,
+}
+
+/// A node that can be a part of a chain.
+#[derive(Debug)]
+pub(super) struct Member {
     pub(super) node: usize,
-    /// None if the result is the first operand in another format.
-    pub(super) op: Option<ChainOp>,
-    pub(super) number: f32,
-    /// Values; one or two.
+    pub(super) steps: Vec<Step>,
+    /// Values that are read.
     pub(super) operands: Vec<(usize, Access)>,
-    /// The value that is written.
-    pub(super) result: usize,
-    /// Numbers of it.
+    /// Values that are written, and what to each.
+    pub(super) results: Vec<(usize, Access, Source)>,
+    /// Numbers that it works on.
     pub(super) len: i64,
+    /// Those of a row, if it goes by rows.
+    pub(super) row: Option<i64>,
+}
+
+impl Member {
+    /// A node as a part of a chain; none if it is something else, or its tensors do not lie in memory one number after the other.
+    pub(super) fn of(graph: &Graph, index: usize) -> Option<Self> {
+        rows::of(graph, index).or_else(|| elementwise(graph, index))
+    }
+
+    /// The result is the operand in another format. An explicit cast rounds, also where what follows computes in float32.
+    pub(super) fn is_cast(&self) -> bool {
+        self.steps.is_empty()
+    }
+
+    /// Casts, norms and their gradients are faster as chains of one.
+    pub(super) fn is_faster_alone(&self) -> bool {
+        let is_gradient = |step: &Step| step.op == ChainOp::NormBackward;
+        self.is_cast() || self.is_norm() || self.steps.iter().any(is_gradient)
+    }
+
+    /// Its gradient computes again from what it read, as it is in memory, with the moments that it gave.
+    pub(super) fn is_norm(&self) -> bool {
+        self.steps.iter().any(|step| step.op == ChainOp::RowRstd)
+    }
+
+    /// Registers that it needs of its own.
+    pub(super) fn registers(&self) -> usize {
+        self.operands.len() + self.steps.len().max(1) + usize::from(self.is_norm())
+    }
 }
 
 /// What an operator does with its arguments: which of them are tensors, and a number.
@@ -34,60 +94,74 @@ struct Meaning {
     number: f64,
 }
 
-impl Elementwise {
-    /// A node as a step; none if it is something else, or its tensors do not lie in memory one number after the other.
-    pub(super) fn of(graph: &Graph, index: usize) -> Option<Self> {
-        let node = &graph.nodes[index];
-        let Meaning { op, operands, number } = meaning(graph, node)?;
-        let [Operand::Tensor(result)] = node.results[..] else { return None };
-        let result = usize::try_from(result).ok()?;
-        let value = &graph.values[result];
-        let len: i64 = value.size.iter().product();
-        if !is_float(value) || !is_dense(value) || len == 0 {
-            return None;
-        }
-        let writes = operands.first().and_then(|&at| tensor(node, at)).filter(|_| node.writes);
-        let buffer = graph.buffer_of(result);
-        // memory that was there before may be that of another tensor, too
-        let is_own = match writes {
-            Some(written) => same_place(graph, written, result) && buffer.made_by().is_some(),
-            None => !node.writes && buffer.made_by() == Some(index) && value.offset == 0,
-        };
-        let operands = operands.iter().map(|&at| access(graph, tensor(node, at)?, result));
-        let operands: Vec<(usize, Access)> = operands.collect::<Option<_>>()?;
-        let on_one_device = |(operand, access): &(usize, Access)| {
-            *access == Access::Repeated(1) && op.is_some()
-                || graph.buffer_of(*operand).is_on_cpu == buffer.is_on_cpu
-        };
-        let reads_apart = |(operand, access): &(usize, Access)| {
-            graph.values[*operand].buffer != value.buffer
-                || (*access == Access::Whole && same_place(graph, *operand, result))
-        };
-        let is_step = is_own && operands.iter().all(|read| on_one_device(read) && reads_apart(read));
-        is_step.then_some(Self { node: index, op, number: number as f32, operands, result, len })
+fn elementwise(graph: &Graph, index: usize) -> Option<Member> {
+    let node = &graph.nodes[index];
+    let Meaning { op, operands, number } = meaning(node)?;
+    let [Operand::Tensor(result)] = node.results[..] else { return None };
+    let result = usize::try_from(result).ok()?;
+    let value = &graph.values[result];
+    let len: i64 = value.size.iter().product();
+    if !is_float(value) || !is_dense(value) || len == 0 {
+        return None;
     }
+    let writes = operands.first().and_then(|&at| tensor(node, at)).filter(|_| node.writes);
+    let buffer = graph.buffer_of(result);
+    // memory that was there before may be that of another tensor, too
+    let is_own = match writes {
+        Some(written) => same_place(graph, written, result) && buffer.made_by().is_some(),
+        None => !node.writes && is_new(graph, index, result),
+    };
+    let operands = operands.iter().map(|&at| access(graph, tensor(node, at)?, result));
+    let operands: Vec<(usize, Access)> = operands.collect::<Option<_>>()?;
+    let on_one_device = |(operand, access): &(usize, Access)| {
+        *access == Access::Repeated(1) && op.is_some()
+            || graph.buffer_of(*operand).is_on_cpu == buffer.is_on_cpu
+    };
+    let reads_apart = |(operand, access): &(usize, Access)| {
+        graph.values[*operand].buffer != value.buffer
+            || (*access == Access::Whole && same_place(graph, *operand, result))
+    };
+    if !is_own || !operands.iter().all(|read| on_one_device(read) && reads_apart(read)) {
+        return None;
+    }
+    let (a, b) = (Source::Operand(0), Source::Operand(operands.len() - 1));
+    let steps: Vec<Step> = op.map(|op| Step { op, a, b, number }).into_iter().collect();
+    let source = if steps.is_empty() { a } else { Source::Step(0) };
+    Some(Member {
+        node: index,
+        steps,
+        operands,
+        results: vec![(result, Access::Whole, source)],
+        len,
+        row: None,
+    })
+}
+
+/// Whether a node made the memory of a value, which begins there.
+pub(super) fn is_new(graph: &Graph, node: usize, value: usize) -> bool {
+    graph.buffer_of(value).made_by() == Some(node) && graph.values[value].offset == 0
 }
 
 /// The tensor at a position of the arguments.
-fn tensor(node: &Node, at: usize) -> Option<usize> {
+pub(super) fn tensor(node: &Node, at: usize) -> Option<usize> {
     match node.arguments.get(at)? {
         Operand::Tensor(value) => usize::try_from(*value).ok(),
         _ => None,
     }
 }
 
-fn constant(node: &Node, at: usize) -> Option<&str> {
+pub(super) fn constant(node: &Node, at: usize) -> Option<&str> {
     match node.arguments.get(at)? {
         Operand::Constant(text) => Some(text),
         _ => None,
     }
 }
 
-fn number(node: &Node, at: usize) -> Option<f64> {
+pub(super) fn number(node: &Node, at: usize) -> Option<f64> {
     constant(node, at)?.parse().ok()
 }
 
-fn meaning(graph: &Graph, node: &Node) -> Option<Meaning> {
+fn meaning(node: &Node) -> Option<Meaning> {
     const ONE: &[usize] = &[0];
     const TWO: &[usize] = &[0, 1];
     let step = |op: ChainOp, operands, number| Some(Meaning { op: Some(op), operands, number });
@@ -117,23 +191,18 @@ fn meaning(graph: &Graph, node: &Node) -> Option<Meaning> {
             let op = if is_tanh(2)? { ChainOp::GeluTanhBackward } else { ChainOp::GeluBackward };
             step(op, TWO, 0.0)
         }
-        "_to_copy" => {
-            let [Operand::Tensor(result)] = node.results[..] else { return None };
-            let rounds = graph.values[usize::try_from(result).ok()?].dtype == "BFloat16";
-            // an explicit cast rounds, also where what follows computes in float32
-            Some(Meaning { op: rounds.then_some(ChainOp::Round), operands: ONE, number: 0.0 })
-        }
+        "_to_copy" => Some(Meaning { op: None, operands: ONE, number: 0.0 }),
         _ => None,
     }
 }
 
 /// Formats that chains compute with.
-fn is_float(value: &Value) -> bool {
+pub(super) fn is_float(value: &Value) -> bool {
     matches!(value.dtype.as_str(), "Float" | "BFloat16")
 }
 
 /// Whether the numbers lie one after the other, the last dimension first.
-fn is_dense(value: &Value) -> bool {
+pub(super) fn is_dense(value: &Value) -> bool {
     let mut expected = 1;
     value.size.iter().zip(&value.stride).rev().all(|(&size, &stride)| {
         let fits = size == 1 || stride == expected;
@@ -150,7 +219,7 @@ fn same_place(graph: &Graph, a: usize, b: usize) -> bool {
 }
 
 /// How a value is read for a result; none if chains cannot read it so.
-fn access(graph: &Graph, operand: usize, result: usize) -> Option<(usize, Access)> {
+pub(super) fn access(graph: &Graph, operand: usize, result: usize) -> Option<(usize, Access)> {
     let value = &graph.values[operand];
     let without_ones = |size: &[i64]| size.iter().copied().skip_while(|n| *n == 1).collect::<Vec<_>>();
     let (own, whole) = (without_ones(&value.size), without_ones(&graph.values[result].size));

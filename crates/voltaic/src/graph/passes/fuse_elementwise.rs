@@ -1,4 +1,5 @@
-//! Operators element by element that follow each other run as one, block by block through the first cache, with float32 between them.
+//! Operators element by element and row by row that follow each other run as one, block by block through the first cache, with float32
+//! between them.
 //!
 //! A chain runs in the place of its last operator. So each of the others moves there, which is safe if none that runs in between
 //! reads what it writes, or writes what it reads or writes. Memory that a chain writes is that of the graph alone, and all of the chain
@@ -6,11 +7,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::elementwise::{Access, Elementwise};
+use super::elementwise::{Access, Member, Source};
 use super::program::{Chain, Program};
 use crate::ffi::PlannedChain;
 use crate::graph::ir::Operand;
-use crate::kernels::{self, ChainStep};
+use crate::kernels::{self, ChainOp, ChainStep};
 
 /// How far an operator may be from the one before it in the chain, in operators that run.
 const MAX_DISTANCE: usize = 64;
@@ -29,11 +30,10 @@ pub(super) fn run(program: &mut Program) {
         if is_taken[first] || !program.runs[first] {
             continue;
         }
-        let Some(start) = Elementwise::of(&program.graph, first) else { continue };
+        let Some(start) = Member::of(&program.graph, first) else { continue };
         let group = Group::grow(program, start, &is_taken);
-        if group.members.len() > 1
-            && let Some(chain) = group.chain(program, &users)
-        {
+        let is_worth_it = group.members.len() > 1 || group.members[0].is_faster_alone();
+        if is_worth_it && let Some(chain) = group.chain(program, &users) {
             chain.members.iter().for_each(|&member| is_taken[member] = true);
             let node = chain.planned.node;
             apply(program, chain);
@@ -71,7 +71,7 @@ type Place = (usize, i64, String);
 
 /// Operators that are to be one.
 struct Group {
-    members: Vec<Elementwise>,
+    members: Vec<Member>,
     reads: BTreeSet<usize>,
     writes: BTreeSet<usize>,
     /// Of each buffer: the place that all read and write, number by number; none if it is read otherwise.
@@ -80,7 +80,7 @@ struct Group {
 
 impl Group {
     /// Takes the operators that follow for as long as it is safe.
-    fn grow(program: &Program, start: Elementwise, is_taken: &[bool]) -> Self {
+    fn grow(program: &Program, start: Member, is_taken: &[bool]) -> Self {
         let first = start.node;
         let mut group = Self {
             members: Vec::new(),
@@ -94,7 +94,7 @@ impl Group {
             if !program.runs[index] {
                 continue;
             }
-            let next = (!is_taken).then(|| Elementwise::of(&program.graph, index)).flatten();
+            let next = (!is_taken).then(|| Member::of(&program.graph, index)).flatten();
             if let Some(next) = next.filter(|next| group.may_take(program, next)) {
                 group.take(program, next);
                 distance = 0;
@@ -116,7 +116,7 @@ impl Group {
             || !writes.is_disjoint(&self.reads)
     }
 
-    fn may_take(&self, program: &Program, next: &Elementwise) -> bool {
+    fn may_take(&self, program: &Program, next: &Member) -> bool {
         let place_of = |value: usize| place(program, value);
         let is_related = next.operands.iter().any(|(value, access)| {
             *access == Access::Whole && self.places.get(&place_of(*value).0) == Some(&Some(place_of(*value)))
@@ -126,18 +126,28 @@ impl Group {
             !self.writes.contains(&place.0)
                 || (*access == Access::Whole && self.places.get(&place.0) == Some(&Some(place)))
         });
-        let written = place_of(next.result);
-        let may_write = self.places.get(&written.0).is_none_or(|known| *known == Some(written));
-        let registers: usize =
-            self.members.iter().chain([next]).map(|member| member.operands.len() + 1).sum();
+        let may_write = next.results.iter().all(|(value, ..)| {
+            let place = place_of(*value);
+            self.places.get(&place.0).is_none_or(|known| *known == Some(place))
+        });
+        let row = self.row();
+        let registers: usize = self.members.iter().chain([next]).map(Member::registers).sum();
+        let numbers = registers * row.or(next.row).unwrap_or(0) as usize;
         next.len == self.members[0].len
+            && (row.is_none() || next.row.is_none() || row == next.row)
             && is_related
             && may_read
             && may_write
             && registers <= kernels::Chain::REGISTERS
+            && numbers <= kernels::Chain::ROWS
     }
 
-    fn take(&mut self, program: &Program, next: Elementwise) {
+    /// Numbers of a row, if a member goes by rows.
+    fn row(&self) -> Option<i64> {
+        self.members.iter().find_map(|member| member.row)
+    }
+
+    fn take(&mut self, program: &Program, next: Member) {
         for (value, access) in &next.operands {
             let place = place(program, *value);
             let buffer = place.0;
@@ -148,9 +158,11 @@ impl Group {
                 *known = None;
             }
         }
-        let place = place(program, next.result);
-        self.writes.insert(place.0);
-        self.places.insert(place.0, Some(place));
+        for (value, ..) in &next.results {
+            let place = place(program, *value);
+            self.writes.insert(place.0);
+            self.places.insert(place.0, Some(place));
+        }
         self.members.push(next);
     }
 
@@ -162,31 +174,35 @@ impl Group {
             for (value, access) in &member.operands {
                 builder.read(place(program, *value), *value, *access, member.len);
             }
-            builder.writes.insert(place(program, member.result));
+            builder.writes.extend(member.results.iter().map(|(value, ..)| place(program, *value)));
         }
         for member in &self.members {
-            builder.step(program, member)?;
+            builder.steps(program, member)?;
         }
-        let (mut outputs, mut registers) = (Vec::new(), Vec::new());
+        let len = self.members[0].len;
+        let (mut outputs, mut registers, mut output_periods) = (Vec::new(), Vec::new(), Vec::new());
         for (buffer, place) in &self.places {
             if !self.writes.contains(buffer) || !self.is_seen(program, *buffer, users) {
                 continue;
             }
-            let (value, register) = *builder.written.get(place.as_ref()?)?;
-            outputs.push(value as i64);
-            registers.push(register as i32);
+            let written = builder.written.get(place.as_ref()?)?;
+            outputs.push(written.value as i64);
+            registers.push(written.register as i32);
+            output_periods.push(written.access.period(len));
         }
         let planned = PlannedChain {
             node: last,
-            len: self.members[0].len,
+            len,
+            row: self.row().unwrap_or(0),
             steps: builder.steps,
             inputs: builder.inputs.iter().map(|(value, _)| *value as i64).collect(),
             periods: builder.inputs.iter().map(|(_, period)| *period).collect(),
             outputs,
             registers,
+            output_periods,
         };
-        let is_useful = !planned.outputs.is_empty() && !planned.steps.is_empty();
-        is_useful.then(|| Chain { members: self.members.iter().map(|member| member.node).collect(), planned })
+        (!planned.outputs.is_empty())
+            .then(|| Chain { members: self.members.iter().map(|member| member.node).collect(), planned })
     }
 
     /// Whether anything else uses a buffer.
@@ -209,12 +225,21 @@ struct Builder {
     inputs: Vec<(usize, i64)>,
     /// Registers of inputs that are read whole, by place, and of others by value.
     whole: BTreeMap<Place, usize>,
-    repeated: BTreeMap<usize, usize>,
+    others: BTreeMap<usize, usize>,
     /// What was written so far, while inputs are looked for.
     writes: BTreeSet<Place>,
     steps: Vec<ChainStep>,
-    /// What is at a place now: the value and its register.
-    written: BTreeMap<Place, (usize, usize)>,
+    /// What is at a place now.
+    written: BTreeMap<Place, Written>,
+}
+
+/// What a chain has written to a place.
+struct Written {
+    value: usize,
+    access: Access,
+    register: usize,
+    /// Whoever reads the register rounds it first, as writing it to memory does.
+    is_to_be_rounded: bool,
 }
 
 impl Builder {
@@ -227,33 +252,47 @@ impl Builder {
                 self.whole.insert(place, next);
                 self.inputs.push((value, len));
             }
-            Access::Repeated(_) if self.repeated.contains_key(&value) => {}
-            Access::Repeated(period) => {
-                self.repeated.insert(value, next);
-                self.inputs.push((value, period));
+            _ if self.others.contains_key(&value) => {}
+            _ => {
+                self.others.insert(value, next);
+                self.inputs.push((value, access.period(len)));
             }
         }
     }
 
-    fn step(&mut self, program: &Program, member: &Elementwise) -> Option<()> {
-        let register = |(value, access): &(usize, Access)| match access {
-            Access::Repeated(_) => self.repeated.get(value).copied(),
-            Access::Whole => {
-                let place = place(program, *value);
-                let written = self.written.get(&place).map(|(_, register)| *register);
-                written.or_else(|| self.whole.get(&place).copied())
-            }
+    fn steps(&mut self, program: &Program, member: &Member) -> Option<()> {
+        let operands = member.operands.iter().map(|(value, access)| match access {
+            Access::Whole => self.register(&place(program, *value), member.is_norm()),
+            _ => self.others.get(value).copied(),
+        });
+        let operands: Vec<usize> = operands.collect::<Option<_>>()?;
+        let first = self.inputs.len() + self.steps.len();
+        let register = |source: Source| match source {
+            Source::Operand(operand) => operands[operand],
+            Source::Step(step) => first + step,
         };
-        let operands: Vec<usize> = member.operands.iter().map(register).collect::<Option<_>>()?;
-        let result = match member.op {
-            None => operands[0],
-            Some(op) => {
-                let (a, b) = (operands[0], *operands.last()?);
-                self.steps.push(ChainStep { op, a, b, number: member.number });
-                self.inputs.len() + self.steps.len() - 1
-            }
-        };
-        self.written.insert(place(program, member.result), (member.result, result));
+        for step in &member.steps {
+            let (a, b) = (register(step.a), register(step.b));
+            self.steps.push(ChainStep { op: step.op, a, b, number: step.number as f32 });
+        }
+        for &(value, access, source) in &member.results {
+            let place = place(program, value);
+            let is_to_be_rounded = member.is_cast() && place.2 == "BFloat16";
+            self.written
+                .insert(place, Written { value, access, register: register(source), is_to_be_rounded });
+        }
         Some(())
+    }
+
+    /// The register of what is at a place now. With `as_in_memory` its numbers are those that writing it to memory gives.
+    fn register(&mut self, place: &Place, as_in_memory: bool) -> Option<usize> {
+        let Some(written) = self.written.get_mut(place) else { return self.whole.get(place).copied() };
+        if written.is_to_be_rounded || as_in_memory && place.2 == "BFloat16" {
+            let a = written.register;
+            written.register = self.inputs.len() + self.steps.len();
+            written.is_to_be_rounded = false;
+            self.steps.push(ChainStep { op: ChainOp::Round, a, b: a, number: 0.0 });
+        }
+        Some(written.register)
     }
 }

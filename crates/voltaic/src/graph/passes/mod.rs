@@ -4,13 +4,18 @@
 //! |---|---|
 //! | `dead_code` | none: graphs that are not compiled have it, too |
 //! | `common_subexpressions` | `PT_HPU_DISABLE_common_subexpressions=1` |
+//! | `concatenations` | `PT_HPU_DISABLE_concatenations=1` |
 //! | `fuse_elementwise` | `PT_HPU_DISABLE_fuse_elementwise=1` |
+//! | `in_place` | `PT_HPU_DISABLE_in_place=1` |
 
 mod common_subexpressions;
+mod concatenations;
 mod dead_code;
 mod elementwise;
 mod fuse_elementwise;
+mod in_place;
 mod program;
+mod rows;
 mod verify;
 
 use super::backend::CompileBackend;
@@ -24,12 +29,19 @@ pub(super) use program::Program;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Passes {
     common_subexpressions: bool,
+    concatenations: bool,
     fuse_elementwise: bool,
+    in_place: bool,
 }
 
 impl Passes {
     /// Those of a graph that is replayed as it was recorded.
-    pub(crate) const NONE: Self = Self { common_subexpressions: false, fuse_elementwise: false };
+    pub(crate) const NONE: Self = Self {
+        common_subexpressions: false,
+        concatenations: false,
+        fuse_elementwise: false,
+        in_place: false,
+    };
 
     /// Those of a backend, without those that the environment leaves out.
     pub(crate) fn of(backend: Option<CompileBackend>) -> Self {
@@ -38,8 +50,10 @@ impl Passes {
         }
         Self {
             common_subexpressions: !RuntimeFlags::disables("common_subexpressions"),
+            concatenations: ffi::has_kernels() && !RuntimeFlags::disables("concatenations"),
             // chains are run by a kernel of voltaic's
             fuse_elementwise: ffi::has_kernels() && !RuntimeFlags::disables("fuse_elementwise"),
+            in_place: !RuntimeFlags::disables("in_place"),
         }
     }
 }
@@ -51,9 +65,11 @@ type Pass = (&'static str, bool, fn(&mut Program));
 pub(super) fn run(graph: &Graph, passes: Passes) -> Program {
     let mut program = Program::of(graph.clone());
     dead_code::run(&mut program);
-    let later: [Pass; 2] = [
+    let later: [Pass; 4] = [
         ("common_subexpressions", passes.common_subexpressions, common_subexpressions::run),
+        ("concatenations", passes.concatenations, concatenations::run),
         ("fuse_elementwise", passes.fuse_elementwise, fuse_elementwise::run),
+        ("in_place", passes.in_place, in_place::run),
     ];
     for (name, _, pass) in later.into_iter().filter(|(_, is_on, _)| *is_on) {
         let before = program.clone();

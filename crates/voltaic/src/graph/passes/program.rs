@@ -16,6 +16,14 @@ pub(in crate::graph) struct Program {
     pub(in crate::graph) merged: Vec<usize>,
     /// By their last node.
     pub(in crate::graph) chains: Vec<Chain>,
+    /// Nodes that do not run, since another one has the same result.
+    pub(in crate::graph) num_merged: usize,
+    /// Concatenations that do not run.
+    pub(in crate::graph) num_joined: usize,
+    /// Values that lie elsewhere than when they were recorded.
+    pub(in crate::graph) moved: Vec<usize>,
+    /// Results in the memory of operands.
+    pub(in crate::graph) num_in_place: usize,
 }
 
 /// Operators element by element that run as one.
@@ -29,7 +37,25 @@ pub(in crate::graph) struct Chain {
 impl Program {
     pub(super) fn of(graph: Graph) -> Self {
         let merged = (0..graph.buffers.len()).collect();
-        Self { runs: vec![true; graph.nodes.len()], merged, graph, chains: Vec::new() }
+        let runs = vec![true; graph.nodes.len()];
+        Self {
+            runs,
+            merged,
+            graph,
+            chains: Vec::new(),
+            num_merged: 0,
+            moved: Vec::new(),
+            num_joined: 0,
+            num_in_place: 0,
+        }
+    }
+
+    /// Has a buffer be the memory of an earlier one.
+    pub(super) fn merge(&mut self, kept: usize, dropped: usize) {
+        for value in self.graph.values.iter_mut().filter(|value| value.buffer == dropped) {
+            value.buffer = kept;
+        }
+        self.merged.iter_mut().filter(|of| **of == dropped).for_each(|of| *of = kept);
     }
 
     /// The buffers that a node reads, and those that it writes.
