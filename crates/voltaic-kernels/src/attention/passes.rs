@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use crate::attention::factor::{FactorOf, FactorScratch};
 use crate::attention::head::{AttentionHead, GradHead};
-use crate::attention::softmax::{Deltas, DivideRows, Softmax, SoftmaxBackward};
+use crate::attention::softmax::{Deltas, DivideRows, Scores, Softmax, SoftmaxBackward, WeightedSum};
 use crate::element::Element;
 use crate::held::held;
 use crate::kernel::blocks;
@@ -44,6 +44,9 @@ impl<T: Element> AttentionHead<'_, T> {
         scratch: &mut AttentionScratch,
         mut write: impl FnMut(usize, &[f32], &[f32]),
     ) {
+        if queries.len() == 1 && self.visible(queries.end) > 0 {
+            return self.forward_one(queries.start, scratch, write);
+        }
         let unit = C::set_up();
         let [query, key, value, _] = &mut scratch.rows;
         let query = C::from_rows(self.query, query);
@@ -72,6 +75,26 @@ impl<T: Element> AttentionHead<'_, T> {
             let log_sum_exps: [f32; MAX_BLOCK] = array::from_fn(|i| sums[i].0 + f32::ln(sums[i].1));
             write(block.start, out, &log_sum_exps[..block.len()]);
         }
+    }
+
+    /// The same of one query, as where a language model computes a token: keys and values are read once, where they lie.
+    fn forward_one(
+        &self,
+        query: usize,
+        scratch: &mut AttentionScratch,
+        mut write: impl FnMut(usize, &[f32], &[f32]),
+    ) {
+        let (keys, dim) = (self.visible(query + 1), self.query.dim);
+        let (scores, weights) = sized(&mut scratch.scores, 2 * keys).split_at_mut(keys);
+        let out = sized(&mut scratch.block, dim);
+        let block = query..query + 1;
+        let mut sums = [(0.0, 0.0)];
+        run_vectorized(Scores { query: self.query.row(query), key: self.key, scores });
+        run_vectorized(Softmax { head: self, block, scores, weights, sums: &mut sums });
+        run_vectorized(WeightedSum { weights, value: self.value, out });
+        run_vectorized(DivideRows { rows: out, dim, sums: &sums });
+        let [(max, sum)] = sums;
+        write(query, out, &[max + f32::ln(sum)]);
     }
 }
 

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::attention::head::{AttentionHead, GradHead};
+use crate::attention::rows::Rows;
 use crate::element::Element;
 use crate::kernel::{Kernel, LANES, dot, fold};
 use crate::math::exp;
@@ -12,6 +13,54 @@ use crate::math::exp;
 #[inline(always)]
 fn whole_lanes(row: &[f32], visible: usize) -> usize {
     visible.next_multiple_of(LANES).min(row.len())
+}
+
+/// The products of a query with the first keys, as many as there are scores.
+pub(crate) struct Scores<'a, T> {
+    pub query: &'a [T],
+    pub key: Rows<'a, T>,
+    pub scores: &'a mut [f32],
+}
+
+impl<T: Element> Kernel for Scores<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        for (i, score) in self.scores.iter_mut().enumerate() {
+            let mut lanes = [0.0; LANES];
+            let (query, key) = (self.query.chunks_exact(LANES), self.key.row(i).chunks_exact(LANES));
+            let rest = query.remainder().iter().zip(key.remainder());
+            let rest: f32 = rest.map(|(a, b)| a.to_f32() * b.to_f32()).sum();
+            for (query, key) in query.zip(key) {
+                for (lane, (a, b)) in lanes.iter_mut().zip(query.iter().zip(key)) {
+                    *lane = a.to_f32().mul_add(b.to_f32(), *lane);
+                }
+            }
+            *score = lanes.into_iter().sum::<f32>() + rest;
+        }
+    }
+}
+
+/// The sum of the first values by their weights.
+pub(crate) struct WeightedSum<'a, T> {
+    pub weights: &'a [f32],
+    pub value: Rows<'a, T>,
+    pub out: &'a mut [f32],
+}
+
+impl<T: Element> Kernel for WeightedSum<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        self.out.fill(0.0);
+        for (i, weight) in self.weights.iter().enumerate() {
+            for (sum, value) in self.out.iter_mut().zip(self.value.row(i)) {
+                *sum = value.to_f32().mul_add(*weight, *sum);
+            }
+        }
+    }
 }
 
 /// Turns the scores of a block into weights that are still to be divided by their sums.

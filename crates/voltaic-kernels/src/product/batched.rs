@@ -7,7 +7,7 @@ use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::choice::{ProductKernel, ProductShape, product_kernels};
-use crate::element::Bf16;
+use crate::element::{Bf16, Element};
 use crate::host::memory;
 use crate::kernel::blocks;
 use crate::memory::sized;
@@ -15,6 +15,8 @@ use crate::processor::lanes::InLanes;
 use crate::processor::run_vectorized;
 #[cfg(target_arch = "x86_64")]
 use crate::product::amx::Tiles;
+#[cfg(target_arch = "x86_64")]
+use crate::product::few_rows;
 use crate::product::gemm::Product;
 use crate::product::matrix::{Matrix, MatrixMut};
 use crate::product::mkl::multiply_by_mkl;
@@ -197,10 +199,67 @@ impl<T: StripFactor + InLanes> Products<T> {
     }
 }
 
+/// Multiplications of few rows that are worth a thread.
+#[cfg(target_arch = "x86_64")]
+const FEW_ROWS_GRAIN: usize = 1 << 18;
+
+#[cfg(target_arch = "x86_64")]
+impl<T: Element> Products<T> {
+    /// Multiplies few rows with the columns of `b` as they lie. None, and nothing done, if there is no memory for the rows.
+    fn run_by_dots(&self) -> Option<()> {
+        use few_rows::{COLUMNS, ROWS};
+        let [_, rows, columns, depth] = self.shape;
+        let memory = memory(rows * depth)?;
+        let wide = Shared(memory.start());
+        for row in 0..rows {
+            // SAFETY: the numbers of `a` lie next to each other and are there; the memory is this call's.
+            unsafe {
+                let (from, to) = (
+                    slice::from_raw_parts(self.a_from(0, row).data, depth),
+                    wide.slice_mut(row * depth..(row + 1) * depth),
+                );
+                to.iter_mut().zip(from).for_each(|(to, from)| *to = from.to_f32());
+            }
+        }
+        // SAFETY: written above, and nobody changes it.
+        let a = unsafe { wide.slice(0..rows * depth) };
+        let next = self.to_b[2] * COLUMNS as isize;
+        parallel_for(columns.div_ceil(COLUMNS), FEW_ROWS_GRAIN.div_ceil(rows * depth * COLUMNS), |groups| {
+            for first in groups.map(|group| group * COLUMNS) {
+                // what a last group lacks is its last column again
+                let each = [0, 1, 2, 3].map(|at| self.b_from(0, (first + at).min(columns - 1)).data);
+                for (group, some) in a.chunks(ROWS * depth).enumerate() {
+                    // SAFETY: the columns lie in one piece each and are there; there is AVX-512, as the table asks.
+                    let sums = unsafe { few_rows::dots(some, each, depth, next) };
+                    for (row, sums) in (group * ROWS..rows).zip(sums) {
+                        for (column, sum) in (first..columns).zip(sums) {
+                            let out = self.out_from(0, row, column);
+                            // SAFETY: the place is one of the output, and each column belongs to one thread; it is initialised if it
+                            // is added to.
+                            unsafe {
+                                *out = T::from_f32(if self.adds { (*out).to_f32() + sum } else { sum })
+                            };
+                        }
+                    }
+                }
+            }
+        });
+        Some(())
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+impl<T: Element> Products<T> {
+    fn run_by_dots(&self) -> Option<()> {
+        unreachable!("there is no AVX-512 here")
+    }
+}
+
 impl Products<f32> {
     /// Whether the product is complete. None if the kernel finds no memory: the next one is to do it.
     fn run_by(&self, kernel: ProductKernel) -> Option<bool> {
         match kernel {
+            ProductKernel::Dots => self.run_by_dots().map(|()| true),
             ProductKernel::Strips => self.run_by_strips().map(|()| true),
             ProductKernel::Split => Some(self.run_by_tiles()),
             ProductKernel::Gemm => {
@@ -299,6 +358,7 @@ impl Products<Bf16> {
     /// As for float32.
     fn run_by(&self, kernel: ProductKernel) -> Option<bool> {
         match kernel {
+            ProductKernel::Dots => self.run_by_dots().map(|()| true),
             ProductKernel::Strips => self.run_by_strips().map(|()| true),
             ProductKernel::Mkl => {
                 self.run_by_mkl();

@@ -2,6 +2,8 @@
 
 pub(crate) mod amx;
 pub(crate) mod batched;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod few_rows;
 pub(crate) mod float8;
 pub(crate) mod gemm;
 pub(crate) mod matrix;

@@ -25,7 +25,9 @@ fn products_of_all_layouts_and_sizes() {
     let long_columns = [(128, 33, 513), (130, 257, 600), (300, 7, 1100)];
     let for_tiles = [(1100, 70, 65), (64, 800, 100), (70, 64, 1200), (97, 400, 385)];
     let others = [(1, 1, 1), (3, 5, 7), (64, 10, 256), (1, 300, 40), (130, 257, 65), (200, 1, 9)];
-    let all = few_rows_and_long_columns.into_iter().chain(long_columns).chain(for_tiles).chain(others);
+    let by_dots = [(1, 71, 300), (4, 300, 64), (5, 66, 250), (8, 257, 129)];
+    let all = few_rows_and_long_columns.into_iter().chain(long_columns).chain(for_tiles);
+    let all = all.chain(by_dots).chain(others);
     for (rows, columns, depth) in all {
         for layout in 0..4 {
             let (a, b) = (matrix(rows, depth, layout & 1 != 0), matrix(depth, columns, layout & 2 != 0));
@@ -143,9 +145,17 @@ fn integers(rows: i64, columns: i64, is_turned: bool) -> Tensor {
 fn in_bfloat16_sums_are_rounded_once() {
     install();
     tch::manual_seed(4);
-    for (rows, columns, depth) in
-        [(1, 1, 1), (3, 1, 7), (1, 9, 4), (64, 10, 256), (130, 70, 65), (600, 530, 33), (7, 1100, 5)]
-    {
+    for (rows, columns, depth) in [
+        (1, 1, 1),
+        (3, 1, 7),
+        (1, 9, 4),
+        (64, 10, 256),
+        (130, 70, 65),
+        (600, 530, 33),
+        (7, 1100, 5),
+        (1, 71, 300),
+        (8, 257, 129),
+    ] {
         for layout in 0..4 {
             let (a, b) = (integers(rows, depth, layout & 1 != 0), integers(depth, columns, layout & 2 != 0));
             let [a64, b64] = in_float64([&a, &b]);

@@ -299,7 +299,8 @@ impl Quantized {
     pub(crate) fn numbers_of(&self, codes: &Tensor, dtype: Kind) -> Result<Tensor> {
         let call = self.begin(codes)?;
         let wide = if dtype == Kind::BFloat16 { dtype } else { Kind::Float };
-        let mut numbers = fp8_to(&codes.f_view_dtype(self.dtype)?, wide)?;
+        // as bytes, which libtorch copies many at a time
+        let mut numbers = fp8_to(&codes.f_contiguous()?.f_view_dtype(self.dtype)?, wide)?;
         let _ = numbers.f_mul_(&self.input(&call.scales, 0)?.scale.scale_inv)?;
         Ok(numbers.f_to_kind(dtype)?)
     }

@@ -87,6 +87,24 @@ fn draw(calls: &mut Calls) {
         calls.call(&what, &[&a, &b], |x| Ok(vec![x[0].f_bmm(&x[1])?]));
         calls.write(&what, (&[batches, rows, columns], kind, None), |out| a.f_bmm_out(out, &b));
     }
+    for round in 0..8 {
+        few_rows(calls, if round % 2 == 0 { Kind::Float } else { Kind::BFloat16 });
+    }
+}
+
+/// Few rows and a layer's weight, which have a kernel of their own.
+fn few_rows(calls: &mut Calls, kind: Kind) {
+    let sizes = [(1, 8), (100, 150), (257, 700)];
+    let [rows, columns, depth] = sizes.map(|(low, high)| calls.draw.between(low, high));
+    let (left, a) = calls.draw.tensor(&[rows, depth], kind, Among::All);
+    let (right, weight) = calls.draw.tensor(&[columns, depth], kind, Among::All);
+    let (_, bias) = calls.draw.tensor(&[columns], kind, Among::All);
+    let (a, b) = (a.contiguous(), weight.contiguous().tr());
+    let what = format!("few rows {kind:?} {left} by {right} {rows} {columns} {depth}");
+    note(calls, &a, &b, 1);
+    calls.call(&format!("mm {what}"), &[&a, &b], |x| Ok(vec![x[0].f_mm(&x[1])?]));
+    calls.call(&format!("addmm {what}"), &[&bias, &a, &b], |x| Ok(vec![x[0].f_addmm(&x[1], &x[2])?]));
+    calls.write(&format!("mm {what}"), (&[rows, columns], kind, None), |out| a.f_mm_out(out, &b));
 }
 
 #[test]

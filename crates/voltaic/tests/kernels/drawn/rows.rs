@@ -79,7 +79,9 @@ pub enum Group {
 use Group::{Attentions, Convolutions, Elements, Images, Products};
 
 /// Of each row the machine on which it is reached, and by which calls.
-const ENTRIES: [(&str, &str, Group); 30] = [
+const ENTRIES: [(&str, &str, Group); 32] = [
+    ("products of Float32 by Dots #1", "with wide units", Products),
+    ("products of Bfloat16 by Dots #1", "with wide units", Products),
     ("products of Float32 by Strips #1", "with wide units", Products),
     ("products of Float32 by Split #1", "with AMX", Products),
     ("products of Float32 by Gemm #1", "without AVX-512", Products),
