@@ -39,9 +39,9 @@ mod x86 {
         _mm512_loadu_ps, _mm512_reduce_add_ps, _mm512_setzero_ps, _mm512_slli_epi32,
     };
 
-    use super::COLUMNS;
     use crate::element::Element;
     use crate::processor::prefetch;
+    use crate::product::few_rows::COLUMNS;
 
     /// Numbers of a vector.
     const STEP: usize = 16;
