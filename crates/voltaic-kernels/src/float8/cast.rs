@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::element::Element;
 use crate::float8::format::{E4m3, E5m2, Float8, decode, encode, encode_stochastic};
+#[cfg(target_arch = "x86_64")]
+use crate::float8::halves::decode_block;
 use crate::kernel::Kernel;
 use crate::processor::run_vectorized;
 use crate::threads::GRAIN;
@@ -178,7 +180,7 @@ pub fn from_float8(input: &[u8], output: FloatsMut, format: Float8Format, scale:
         for_units(output, 1, GRAIN, |part, output| {
             for (input, output) in input[part].chunks(BLOCK).zip(output.chunks_mut(BLOCK)) {
                 #[cfg(target_arch = "x86_64")]
-                if x86::decode_block::<F, T>(input, output, scale) {
+                if decode_block::<F, T>(input, output, scale) {
                     continue;
                 }
                 run_vectorized(Decode::<F, T> { format: PhantomData, input, output, scale });
@@ -190,67 +192,6 @@ pub fn from_float8(input: &[u8], output: FloatsMut, format: Float8Format, scale:
         (FloatsMut::Float32(output), Float8Format::E5m2) => run(E5m2, input, output, scale),
         (FloatsMut::Bfloat16(output), Float8Format::E4m3) => run(E4m3, input, output, scale),
         (FloatsMut::Bfloat16(output), Float8Format::E5m2) => run(E5m2, input, output, scale),
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-mod x86 {
-    use std::arch::x86_64::{
-        _mm256_and_si256, _mm256_cmpge_epu8_mask, _mm256_loadu_si256, _mm256_set1_epi8, _mm256_storeu_si256,
-        _mm512_castps_si512, _mm512_castsi512_si256, _mm512_cvtepi32_epi16, _mm512_cvtph_ps,
-        _mm512_extracti64x4_epi64, _mm512_mul_ps, _mm512_set1_ps, _mm512_srli_epi32, _mm512_storeu_ps,
-    };
-
-    use crate::element::Element;
-    use crate::float8::STEP;
-    use crate::float8::format::{Float8, decode};
-    use crate::float8::halves::{halves, to_number};
-    use crate::processor::has_avx512;
-
-    /// As `Decode`, with AVX-512; false, and nothing is done, without it.
-    pub(super) fn decode_block<F: Float8, T: Element>(input: &[u8], output: &mut [T], scale: f32) -> bool {
-        if has_avx512() {
-            // SAFETY: the processor has what the function is compiled for, as was just asked.
-            unsafe { with_avx512::<F, T>(input, output, scale) };
-        }
-        has_avx512()
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    fn with_avx512<F: Float8, T: Element>(input: &[u8], output: &mut [T], scale: f32) {
-        let one_by_one = |input: &[u8], output: &mut [T]| {
-            for (out, code) in output.iter_mut().zip(input) {
-                *out = T::from_f32(decode::<F>(*code) * scale);
-            }
-        };
-        let factor = _mm512_set1_ps(scale * to_number::<F>());
-        let (mut codes, mut numbers) = (input.chunks_exact(STEP), output.chunks_exact_mut(STEP));
-        for (codes, numbers) in (&mut codes).zip(&mut numbers) {
-            // SAFETY: there are 32 codes.
-            let some = unsafe { _mm256_loadu_si256(codes.as_ptr().cast()) };
-            let magnitudes = _mm256_and_si256(some, _mm256_set1_epi8(0x7f));
-            if _mm256_cmpge_epu8_mask(magnitudes, _mm256_set1_epi8(F::NO_NUMBER as i8)) != 0 {
-                one_by_one(codes, numbers);
-                continue;
-            }
-            let halves = halves::<F>(some);
-            let parts = [_mm512_castsi512_si256(halves), _mm512_extracti64x4_epi64::<1>(halves)];
-            for (part, numbers) in parts.into_iter().zip(numbers.chunks_exact_mut(STEP / 2)) {
-                let wide = _mm512_mul_ps(_mm512_cvtph_ps(part), factor);
-                // SAFETY: there is room for 16 numbers, of 4 or of 2 bytes; those have no bits below the upper half.
-                unsafe {
-                    match size_of::<T>() {
-                        4 => _mm512_storeu_ps(numbers.as_mut_ptr().cast(), wide),
-                        _ => {
-                            let upper =
-                                _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(_mm512_castps_si512(wide)));
-                            _mm256_storeu_si256(numbers.as_mut_ptr().cast(), upper);
-                        }
-                    }
-                }
-            }
-        }
-        one_by_one(codes.remainder(), numbers.into_remainder());
     }
 }
 

@@ -1,5 +1,8 @@
 //! The two formats of 8 bits, number by number.
 
+/// Codes of a step of loops.
+pub(crate) const STEP: usize = 32;
+
 /// A format: a sign, bits of the exponent, bits of the fraction.
 pub trait Float8: Copy + Send + Sync + 'static {
     /// Bits of the fraction.

@@ -5,6 +5,3 @@ pub(crate) mod format;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod halves;
 pub(crate) mod scale;
-
-/// Codes of a step of loops.
-pub(crate) const STEP: usize = 32;

@@ -2,9 +2,8 @@
 //! each. Of others in bfloat16, which holds float8 exactly, with sums in float32.
 
 use crate::element::Bf16;
-use crate::float8::STEP;
 use crate::float8::cast::Float8Format;
-use crate::float8::format::{E4m3, E5m2, Float8, decode};
+use crate::float8::format::{E4m3, E5m2, Float8, STEP, decode};
 use crate::kernel::Kernel;
 use crate::processor::run_vectorized;
 use crate::product::amx::has_tiles;
@@ -145,8 +144,7 @@ mod x86 {
         _mm512_reduce_add_ps, _mm512_setzero_ps,
     };
 
-    use crate::float8::STEP;
-    use crate::float8::format::{Float8, decode};
+    use crate::float8::format::{Float8, STEP, decode};
     use crate::float8::halves::{WITHOUT_COPY, halves, to_number};
     use crate::processor::{has_avx512, has_vectors, prefetch};
 

@@ -439,7 +439,7 @@ fn unsafe_code_is_in_ffi_only() {
 
 /// Files and folders of the kernels that may have unsafe code: views and threads of memory that is shared, instructions, what
 /// is found in the process, and loops over strides.
-const UNSAFE_KERNELS: [&str; 8] = [
+const UNSAFE_KERNELS: [&str; 9] = [
     "views.rs",
     "threads.rs",
     "host.rs",
@@ -448,6 +448,7 @@ const UNSAFE_KERNELS: [&str; 8] = [
     "convolution",
     "attention/heads.rs",
     "elementwise/chain.rs",
+    "float8/halves.rs",
 ];
 
 fn kernels_src() -> PathBuf {

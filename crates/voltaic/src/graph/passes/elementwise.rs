@@ -1,6 +1,5 @@
 //! What can be a part of a chain, and the operators element by element among it.
 
-use super::rows;
 use crate::graph::ir::{Graph, Node, Operand, Value};
 use crate::kernels::ChainOp;
 
@@ -60,11 +59,6 @@ pub(super) struct Member {
 }
 
 impl Member {
-    /// A node as a part of a chain; none if it is something else, or its tensors do not lie in memory one number after the other.
-    pub(super) fn of(graph: &Graph, index: usize) -> Option<Self> {
-        rows::of(graph, index).or_else(|| elementwise(graph, index))
-    }
-
     /// The result is the operand in another format. An explicit cast rounds, also where what follows computes in float32.
     pub(super) fn is_cast(&self) -> bool {
         self.steps.is_empty()
@@ -94,7 +88,9 @@ struct Meaning {
     number: f64,
 }
 
-fn elementwise(graph: &Graph, index: usize) -> Option<Member> {
+/// A node that goes number by number, as a part of a chain; none if it is something else, or its tensors do not lie in memory one number
+/// after the other.
+pub(super) fn of(graph: &Graph, index: usize) -> Option<Member> {
     let node = &graph.nodes[index];
     let Meaning { op, operands, number } = meaning(node)?;
     let [Operand::Tensor(result)] = node.results[..] else { return None };

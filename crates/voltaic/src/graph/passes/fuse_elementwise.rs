@@ -7,14 +7,20 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::elementwise::{Access, Member, Source};
+use super::elementwise::{self, Access, Member, Source};
 use super::program::{Chain, Program};
+use super::rows;
 use crate::ffi::PlannedChain;
 use crate::graph::ir::Operand;
 use crate::kernels::{self, ChainOp, ChainStep};
 
 /// How far an operator may be from the one before it in the chain, in operators that run.
 const MAX_DISTANCE: usize = 64;
+
+/// A node as a part of a chain.
+fn member(program: &Program, index: usize) -> Option<Member> {
+    rows::of(&program.graph, index).or_else(|| elementwise::of(&program.graph, index))
+}
 
 /// Fuses what can be.
 pub(super) fn run(program: &mut Program) {
@@ -30,7 +36,7 @@ pub(super) fn run(program: &mut Program) {
         if is_taken[first] || !program.runs[first] {
             continue;
         }
-        let Some(start) = Member::of(&program.graph, first) else { continue };
+        let Some(start) = member(program, first) else { continue };
         let group = Group::grow(program, start, &is_taken);
         let is_worth_it = group.members.len() > 1 || group.members[0].is_faster_alone();
         if is_worth_it && let Some(chain) = group.chain(program, &users) {
@@ -94,7 +100,7 @@ impl Group {
             if !program.runs[index] {
                 continue;
             }
-            let next = (!is_taken).then(|| Member::of(&program.graph, index)).flatten();
+            let next = (!is_taken).then(|| member(program, index)).flatten();
             if let Some(next) = next.filter(|next| group.may_take(program, next)) {
                 group.take(program, next);
                 distance = 0;
