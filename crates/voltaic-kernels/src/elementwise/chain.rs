@@ -334,7 +334,7 @@ fn load_by_row(input: &ChainInput, first: usize, row: usize, register: &mut [f32
 /// Reads numbers that follow each other.
 ///
 /// # Safety
-/// They must be there, written by nobody.
+/// They must be valid for reads, and must not be written meanwhile.
 #[inline(always)]
 unsafe fn read(input: &ChainInput, at: usize, register: &mut [f32]) {
     let len = register.len();

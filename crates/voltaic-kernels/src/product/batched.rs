@@ -221,7 +221,7 @@ impl<T: Element> Products<T> {
                 to.iter_mut().zip(from).for_each(|(to, from)| *to = from.to_f32());
             }
         }
-        // SAFETY: written above, and nobody changes it.
+        // SAFETY: written above, and it is not changed.
         let a = unsafe { wide.slice(0..rows * depth) };
         let next = self.to_b[2] * COLUMNS as isize;
         parallel_for(columns.div_ceil(COLUMNS), FEW_ROWS_GRAIN.div_ceil(rows * depth * COLUMNS), |groups| {

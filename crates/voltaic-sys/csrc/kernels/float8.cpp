@@ -185,18 +185,7 @@ Tensor sums_of(const Tensor &a, const Tensor &b, float scale, const OptionalTens
   Tensor out = at::empty(sizes, a.options().dtype(dtype));
   if (row.has_value())
     out.copy_(row->expand(sizes));
-  vt_product product{};
-  product.batches = dim == 3 ? a.size(0) : 1;
-  product.rows = a.size(-2);
-  product.columns = b.size(-1);
-  product.depth = a.size(-1);
-  product.out = out.mutable_data_ptr();
-  product.a = wide_a.const_data_ptr();
-  product.b = wide_b.const_data_ptr();
-  set_strides(product.out_strides, out);
-  set_strides(product.a_strides, wide_a);
-  set_strides(product.b_strides, wide_b);
-  product.adds = row.has_value();
+  const vt_product product = product_of(wide_a, wide_b, out, row.has_value());
   TORCH_CHECK(is_done(float8.product(&product)), "products of bfloat16 are not there");
   return out;
 }

@@ -103,4 +103,21 @@ inline void set_strides(int64_t (&strides)[3], const Tensor &tensor) {
   strides[2] = tensor.stride(dim - 1);
 }
 
+// (a b), or out + (a b) if it adds, of matrices or batches of them, which live as long as this is used.
+inline vt_product product_of(const Tensor &a, const Tensor &b, const Tensor &out, bool adds) {
+  vt_product product{};
+  product.batches = a.dim() == 3 ? a.size(0) : 1;
+  product.rows = a.size(-2);
+  product.columns = b.size(-1);
+  product.depth = a.size(-1);
+  product.out = out.mutable_data_ptr();
+  product.a = a.const_data_ptr();
+  product.b = b.const_data_ptr();
+  set_strides(product.out_strides, out);
+  set_strides(product.a_strides, a);
+  set_strides(product.b_strides, b);
+  product.adds = adds;
+  return product;
+}
+
 } // namespace voltaic

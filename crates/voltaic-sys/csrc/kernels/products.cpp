@@ -9,7 +9,7 @@ namespace voltaic {
 namespace {
 
 // Null for a dtype whose products are libtorch's.
-auto product_of(const Tensor &tensor) {
+auto kernel_of(const Tensor &tensor) {
   switch (tensor.scalar_type()) {
   case at::kFloat:
     return rust.product;
@@ -28,23 +28,12 @@ bool is_matrix_like(const Tensor &tensor, const Tensor &a, int64_t dim) {
 bool multiplies(const Tensor &a, const Tensor &b, const Tensor &out, int64_t dim, bool adds) {
   if (!is_matrix_like(out, a, dim))
     return false;
-  vt_product product{};
-  product.batches = dim == 3 ? a.size(0) : 1;
-  product.rows = a.size(dim - 2);
-  product.columns = b.size(dim - 1);
-  product.depth = a.size(dim - 1);
-  product.out = out.mutable_data_ptr();
-  product.a = a.const_data_ptr();
-  product.b = b.const_data_ptr();
-  set_strides(product.out_strides, out);
-  set_strides(product.a_strides, a);
-  set_strides(product.b_strides, b);
-  product.adds = adds;
-  return is_done(product_of(a)(&product));
+  const vt_product product = product_of(a, b, out, adds);
+  return is_done(kernel_of(a)(&product));
 }
 
 bool fit(const Tensor &a, const Tensor &b, int64_t dim) {
-  return product_of(a) != nullptr && is_matrix_like(a, a, dim) && is_matrix_like(b, a, dim) && a.size(dim - 1) == b.size(dim - 2) &&
+  return kernel_of(a) != nullptr && is_matrix_like(a, a, dim) && is_matrix_like(b, a, dim) && a.size(dim - 1) == b.size(dim - 2) &&
          (dim == 2 || a.size(0) == b.size(0));
 }
 

@@ -255,7 +255,7 @@ impl Fabric {
     }
 
     /// Where the loop stands in the loader that was set up first: at the batch after those that it has given, or after those of a
-    /// checkpoint that was loaded. `loader.iter(fabric.position())` goes on there.
+    /// checkpoint that was loaded. `loader.iter(fabric.position())` resumes there.
     pub fn position(&self) -> EpochRange {
         let place = locked(&self.place);
         match place.epoch_ended() {

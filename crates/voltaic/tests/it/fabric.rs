@@ -186,7 +186,7 @@ fn a_loop_of_ones_own_trains_what_the_trainer_trains() {
     }
 }
 
-/// The file of one holds where the other goes on, at the end of an epoch too.
+/// Each resumes from the file of the other at the right batch, also at the end of an epoch.
 #[test]
 fn the_trainer_and_a_loop_go_on_from_each_others_files() {
     let _rng = crate::rng::seeded(0);

@@ -49,7 +49,7 @@ fn places(program: &Program, index: usize) -> Option<Vec<(usize, Value)>> {
     Some(places)
 }
 
-/// Whether a value is all of the memory that a node made for it, in the usual order, and nobody outside sees it.
+/// Whether a value is all of the memory that a node made for it, in the usual order, and is not visible outside the graph.
 fn is_all_of_a_buffer(graph: &Graph, value: &Value, node: usize) -> bool {
     let buffer = &graph.buffers[value.buffer];
     let mut expected = 1;

@@ -244,7 +244,7 @@ struct Written {
     value: usize,
     access: Access,
     register: usize,
-    /// Whoever reads the register rounds it first, as writing it to memory does.
+    /// Readers round the register first, as a write to memory does.
     is_to_be_rounded: bool,
 }
 

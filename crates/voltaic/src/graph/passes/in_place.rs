@@ -23,7 +23,7 @@ pub(super) fn run(program: &mut Program) {
     }
 }
 
-/// Whether a value is all of a buffer that the graph makes and nobody outside sees.
+/// Whether a value is all of a buffer that the graph makes and that is not visible outside it.
 fn is_free(program: &Program, value: usize) -> bool {
     let value = &program.graph.values[value];
     let buffer = &program.graph.buffers[value.buffer];
