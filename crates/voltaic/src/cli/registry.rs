@@ -154,7 +154,12 @@ impl Registry {
             let make = || make::<M>("model", &for_build, request);
             let trainer = request.section::<TrainerConfig>("trainer");
             let divides = trainer.is_ok_and(|trainer| trainer.strategy.may_divide_weights());
-            let model = if divides { init::deferred(make) } else { make() };
+            let model = match request.verb() {
+                _ if divides => init::deferred(make),
+                // all weights are the checkpoint's, and a text has its own random numbers
+                Verb::Generate => init::without_draws(make),
+                _ => make(),
+            };
             Ok(Box::new(model?) as Box<dyn Any>)
         };
         let run = move |request: &RunRequest, model: Box<dyn Any>, data: Box<dyn Any>| {

@@ -167,6 +167,14 @@ impl RunRequest {
         self.settings.tree.get("ckpt_path")?.as_str()
     }
 
+    /// Whether this runs a model that neither was trained nor has weights of a file.
+    pub(super) fn weights_are_drawn(&self) -> bool {
+        let of_inference =
+            ["/trainer/strategy/init_args/checkpoint", "/trainer/strategy/init_args/config/checkpoint"];
+        let is_path = |key: &str| self.settings.tree.pointer(key).is_some_and(Value::is_string);
+        self.verb != Verb::Fit && self.ckpt_path().is_none() && !of_inference.into_iter().any(is_path)
+    }
+
     /// Where each value of the configuration was set.
     pub fn origins(&self) -> &Origins {
         &self.settings.origins

@@ -150,8 +150,14 @@ fn run<M: LightningModule>(
         return quantize(request, builder(request)?, model, data);
     }
     let mut trainer = builder(request)?.build()?;
-    if let Some(path) = request.ckpt_path() {
-        trainer.ckpt_path(path);
+    match request.ckpt_path() {
+        Some(path) => _ = trainer.ckpt_path(path),
+        None if request.weights_are_drawn() && trainer.is_global_zero() => tracing::warn!(
+            "{} without ckpt_path: the weights are drawn at random, unless the model loads some itself; give \
+             --ckpt_path=FILE, last or best",
+            request.verb().as_str()
+        ),
+        None => {}
     }
     match request.verb() {
         Verb::Fit => {

@@ -69,6 +69,20 @@ fn verbs_whose_results_are_their_standard_output_fail_without_it() {
     }
 }
 
+/// Results of random numbers look like those of a bad model.
+#[test]
+fn verbs_of_weights_say_that_there_are_none() {
+    let output = |more: &[&str], verb| {
+        let output = short_run_with(more, verb, Stdio::piped(), Stdio::piped());
+        assert_eq!(output.status.code(), Some(0));
+        String::from_utf8_lossy(&output.stderr).contains("without ckpt_path: the weights are drawn at random")
+    };
+    assert!(!output(&[], "fit"));
+    for verb in ["validate", "test", "predict"] {
+        assert!(output(&[], verb), "{verb}");
+    }
+}
+
 #[test]
 fn paths_that_a_run_names_do_not_control_the_terminal() {
     let output =
