@@ -3,17 +3,18 @@
 #[macro_use]
 mod support;
 
+use anyhow::ensure;
 use serde_json::json;
-use support::{LitClassifier, Short, report};
+use support::{LitClassifier, Short, report, this_program};
 use voltaic::accelerator::HpuAccelerator;
-use voltaic::data::{MnistData, MnistDataConfig};
+use voltaic::data::MnistData;
 use voltaic::models::{Classifier, Mlp, MlpConfig};
 use voltaic::precision::DeepSpeedPrecisionPlugin;
 use voltaic::prelude::*;
 use voltaic::strategy::{DeepSpeedStrategy, HpuDeepSpeedStrategy};
 
 fn main() -> Result<()> {
-    support::run(blocks![
+    let blocks = blocks![
         using_deepspeed_on_hpu,
         zero_1,
         zero_2,
@@ -24,7 +25,8 @@ fn main() -> Result<()> {
         bf16_precision,
         bf16_optimizer,
         activation_checkpointing,
-    ])
+    ];
+    support::run_with(blocks, blocks![bf16_optimizer_on_all_cards])
 }
 
 /// Block 001-6. `configure_optimizers` gives the optimizer, with its schedule.
@@ -53,13 +55,24 @@ impl LightningModule for DemoModel {
     }
 }
 
+/// Block 001-6: its callback is not printed either.
+struct TestCb;
+
+/// Block 001-6.
+impl Callback for TestCb {
+    fn on_train_end(&mut self, ctx: &mut HookContext, _: &mut dyn Module) -> Result<()> {
+        println!("TestCB: {} steps on {}", ctx.global_step(), ctx.device());
+        Ok(())
+    }
+}
+
 /// Block 001-6. By default that is stage 2.
 fn using_deepspeed_on_hpu() -> Result<()> {
     let mut model = DemoModel { layer: Linear::new(28 * 28, 10)? };
     let plugins = [DeepSpeedPrecisionPlugin::new("bf16-mixed")];
     let strategy = HpuDeepSpeedStrategy(DeepSpeedStrategy::default());
     let builder = Trainer::builder().accelerator(HpuAccelerator::from_env()?).strategy(strategy);
-    let mut trainer = builder.short().max_epochs(1).plugins(plugins).build()?;
+    let mut trainer = builder.short().callback(TestCb).max_epochs(1).plugins(plugins).build()?;
 
     trainer.fit(&mut model, &mut MnistData::default())?;
     report(&trainer)
@@ -143,34 +156,36 @@ fn train_on_8(strategy: HpuDeepSpeedStrategy) -> Result<()> {
     report(&trainer)
 }
 
-/// Block 001-13. Its numbers fit two ranks: 8 = 2 samples x 2 batches x 2 ranks.
+/// Block 001-13, with the variable that says how many emulated cards `auto_device_count` counts. The numbers of the block fit
+/// two: 8 = 2 samples x 2 batches x 2 ranks.
 fn bf16_optimizer() -> Result<()> {
+    let status =
+        this_program().arg("bf16_optimizer_on_all_cards").env("VOLTAIC_HPU_DEVICES", "2").status()?;
+    ensure!(status.success(), "bf16_optimizer_on_all_cards failed: {status}");
+    Ok(())
+}
+
+/// Block 001-13.
+fn bf16_optimizer_on_all_cards() -> Result<()> {
     let config = json!({
         "train_batch_size": 8,
-        "bf16": {"enabled": true},
-        "fp16": {"enabled": false},
+        "bf16": {"enabled": true}, "fp16": {"enabled": false},
         "train_micro_batch_size_per_gpu": 2,
         "scheduler": {
             "type": "WarmupDecayLR",
-            "params": {
-                "warmup_min_lr": 0.02,
-                "warmup_max_lr": 0.05,
-                "warmup_num_steps": 4,
-                "total_num_steps": 8,
-                "warmup_type": "linear",
-            },
+            "params": {"warmup_min_lr": 0.02, "warmup_max_lr": 0.05, "warmup_num_steps": 4,
+                       "total_num_steps": 8, "warmup_type": "linear"},
         },
-        "zero_allow_untested_optimizer": true,
-        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": true, "zero_optimization": {"stage": 2},
     });
-    let parallel_hpus = 2;
+    let hpu = HpuAccelerator::from_env()?;
+    let parallel_hpus = vec!["hpu"; hpu.auto_device_count()];
     let strategy = DeepSpeedStrategy {
         parallel_devices: Some(json!(parallel_hpus)),
         ..DeepSpeedStrategy::settings(config)
     };
     let mut trainer = Trainer::builder()
-        .accelerator(HpuAccelerator::from_env()?)
-        .devices(parallel_hpus)
+        .accelerator(hpu)
         .strategy(HpuDeepSpeedStrategy(strategy))
         .enable_progress_bar(false)
         .fast_dev_run(8)
@@ -179,13 +194,10 @@ fn bf16_optimizer() -> Result<()> {
         .limit_train_batches(16)
         .accumulate_grad_batches(2_u64)
         .build()?;
-
-    let mut data = MnistData::new(MnistDataConfig { batch_size: 2, ..MnistDataConfig::default() });
-    trainer.fit(&mut LitClassifier::new()?, &mut data)?;
-    report(&trainer)
+    fit_sample(&mut trainer, 2)
 }
 
-/// Block 001-14, where the sizes of layers are 32 alone, and no step is printed.
+/// Blocks 001-13 and 001-14: sizes of layers are printed as 32 alone, and neither a step nor data.
 #[derive(Module)]
 struct SampleModel {
     l1: Linear,
@@ -201,7 +213,7 @@ impl Forward for SampleModel {
     }
 }
 
-/// Block 001-14.
+/// Blocks 001-13 and 001-14.
 impl LightningModule for SampleModel {
     type Batch = (Tensor, Tensor);
 
@@ -212,13 +224,21 @@ impl LightningModule for SampleModel {
     }
 
     fn configure_optimizers(&self) -> Result<Optimizers> {
-        AdamW::new(0.01).into()
+        AdamW::default().into()
     }
+}
+
+/// Blocks 001-13 and 001-14.
+fn fit_sample(trainer: &mut Trainer, batch_size: usize) -> Result<()> {
+    let mut model = SampleModel { l1: Linear::new(32, 32)?, l2: Linear::new(32, 32)? };
+    let x = Tensor::f_randn([480, 32], (Kind::Float, tch::Device::Cpu))?;
+    let loader = DataLoader::new(TensorDataset::new((x.shallow_clone(), x))?).batch_size(batch_size);
+    trainer.fit(&mut model, &mut Loaders::new().train(loader.build()?))?;
+    report(trainer)
 }
 
 /// Block 001-14. The input of `l2` is kept on the host until the backward pass, optimizer states always.
 fn activation_checkpointing() -> Result<()> {
-    let mut model = SampleModel { l1: Linear::new(32, 32)?, l2: Linear::new(32, 32)? };
     let strategy = HpuDeepSpeedStrategy(DeepSpeedStrategy {
         zero_optimization: true,
         offload_optimizer: true,
@@ -228,10 +248,5 @@ fn activation_checkpointing() -> Result<()> {
     let plugins = [DeepSpeedPrecisionPlugin::new("bf16-mixed")];
     let builder = Trainer::builder().accelerator(HpuAccelerator::from_env()?).strategy(strategy);
     let mut trainer = builder.short().plugins(plugins).build()?;
-
-    let x = Tensor::f_randn([480, 32], (Kind::Float, tch::Device::Cpu))?;
-    let data = TensorDataset::new((x.shallow_clone(), x))?;
-    let loader = DataLoader::new(data).batch_size(8).build()?;
-    trainer.fit(&mut model, &mut Loaders::new().train(loader))?;
-    report(&trainer)
+    fit_sample(&mut trainer, 8)
 }

@@ -104,6 +104,6 @@ fn tensorboard() -> Result<()> {
     let mut trainer = Trainer::builder().accelerator("hpu").devices(1).profiler(profiler).short().build()?;
 
     trainer.fit(&mut LitClassifier::new()?, &mut MnistData::default())?;
-    println!("tensorboard --logdir ./tensorboard --port 6006, then http://localhost:6006/#profile");
+    println!("tensorboard --logdir ./tensorboard --port 6006, then http://localhost:6006/#pytorch_profiler");
     Ok(())
 }

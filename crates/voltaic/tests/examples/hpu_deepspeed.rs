@@ -11,6 +11,7 @@ const STEPS: u64 = 10_800_u64.div_ceil(8).div_ceil(64);
 fn using_deepspeed_on_hpu() {
     let ran = run(PROGRAM, "using_deepspeed_on_hpu");
     assert!(ran.out.contains("world_size 1, 60 steps"), "{}", ran.out);
+    assert!(ran.out.contains("TestCB: 60 steps on hpu:0"), "{}", ran.out);
     ran.assert_fell(0, "train_loss", 0.9);
 }
 
