@@ -291,6 +291,23 @@ impl Registry {
                 "default": null,
             }),
         );
+        properties.insert(
+            "weights".to_owned(),
+            json!({
+                "description": "Weights that a fit begins with: a checkpoint or a file of weights, or `path` and `strict`; with \
+                                `strict: false` names may be on one side only.",
+                "anyOf": [
+                    {"type": ["string", "null"]},
+                    {
+                        "type": "object",
+                        "properties": {"path": {"type": "string"}, "strict": {"type": "boolean", "default": true}},
+                        "required": ["path"],
+                        "additionalProperties": false,
+                    },
+                ],
+                "default": null,
+            }),
+        );
         let definitions = generator.take_definitions(true);
         json!({"type": "object", "properties": properties, "additionalProperties": false, "$defs": definitions})
     }

@@ -9,6 +9,7 @@ use serde_json::Value;
 use crate::config::{Origins, Settings, deserialize_at, to_yaml};
 use crate::error::{ConfigError, ConfigProblem, Problem};
 use crate::generation::GenerationConfig;
+use crate::trainer::InitialWeights;
 
 /// What a run does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -165,6 +166,14 @@ impl RunRequest {
     /// The checkpoint to start from: a path, `last`, `best` or `hpc`.
     pub fn ckpt_path(&self) -> Option<&str> {
         self.settings.tree.get("ckpt_path")?.as_str()
+    }
+
+    /// The weights that a fit begins with.
+    pub(super) fn weights(&self) -> Result<Option<InitialWeights>, ConfigError> {
+        match self.settings.tree.get("weights") {
+            Some(Value::String(path)) => Ok(Some(InitialWeights { path: path.into(), strict: true })),
+            _ => self.section("weights"),
+        }
     }
 
     /// Whether this runs a model that neither was trained nor has weights of a file.

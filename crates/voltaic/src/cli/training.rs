@@ -20,7 +20,9 @@ use crate::models::{
 };
 use crate::module::{LightningModule, OutputValue, StepOutput};
 use crate::optim::OptimizerConfig;
-use crate::trainer::{LrSchedulerSettings, Trainer, TrainerBuilder, TrainerConfig, seed_everything};
+use crate::trainer::{
+    InitialWeights, LrSchedulerSettings, Trainer, TrainerBuilder, TrainerConfig, seed_everything,
+};
 
 impl Registry {
     /// A registry for training, without models and data.
@@ -161,6 +163,9 @@ fn run<M: LightningModule>(
     }
     match request.verb() {
         Verb::Fit => {
+            if let Some(InitialWeights { path, strict }) = request.weights()? {
+                trainer.weights(path, strict);
+            }
             let keeps_files =
                 trainer.config().loggers().is_enabled() && trainer.config().fast_dev_run.batches().is_none();
             let saved = match trainer.is_global_zero() && keeps_files {

@@ -150,6 +150,7 @@ pub(crate) fn assemble(
         replaced: Vec::new(),
         run_folders,
         resumed_from: None,
+        weights: None,
         seed: global_seed(),
         fits: 0,
         snapshot: None,

@@ -22,6 +22,8 @@ pub use crate::accelerator::rng::{global_seed, seed_everything};
 pub use crate::checkpoint::{Converted, from_lightning, state_dict, to_lightning};
 pub use builder::TrainerBuilder;
 pub use config::TrainerConfig;
+pub(crate) use config::values::InitialWeights;
+
 pub use config::activations::{
     ActivationCheckpointing, ActivationCheckpointingConfig, ActivationMode, MemorySize,
 };

@@ -15,7 +15,7 @@ use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::graph::GraphReport;
 use crate::trainer::config::optimizers::OptimizerOverride;
 use crate::trainer::config::searches::{BatchSizeFinderConfig, LearningRateFinderConfig, Searches};
-use crate::trainer::config::values::CkptPath;
+use crate::trainer::config::values::{CkptPath, InitialWeights};
 use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::plan::{contradictions, deepspeed};
 use crate::trainer::run::eval::{EvalLoaders, EvalMetrics};
@@ -97,6 +97,18 @@ impl Trainer {
         self
     }
 
+    /// Makes the next fit begin with the weights of a file, and with the first epoch: a checkpoint of voltaic, Lightning or DeepSpeed, a
+    /// safetensors file, a state dict of `torch.save`. The rest of a checkpoint is left where it is. A fit that resumes
+    /// ([`Trainer::ckpt_path`], a run that is started again) has the checkpoint's.
+    ///
+    /// Unless `strict`, weights whose names are on one side only stay as they are; a warning names them. Shapes must be the same.
+    ///
+    /// Source: `torch.nn.Module.load_state_dict`.
+    pub fn weights(&mut self, path: impl Into<PathBuf>, strict: bool) -> &mut Self {
+        self.run.weights = Some(InitialWeights { path: path.into(), strict });
+        self
+    }
+
     /// Whether the next call of [`Trainer::predict`] returns what it predicts, as it does by default. Without,
     /// predictions are not kept in memory: callbacks such as [`PredictionWriter`](crate::callback::PredictionWriter) take them.
     pub fn return_predictions(&mut self, returns: bool) -> &mut Self {
@@ -134,6 +146,7 @@ impl Trainer {
         self.warn_ignored_options();
         let options = self.options(Stage::Fit, ckpt_path);
         self.run.fit(&self.plan, module, data, &options)?;
+        self.run.weights = None;
         self.run.forget_note()
     }
 

@@ -79,6 +79,7 @@ mod host_pool;
 mod hostile_checkpoint;
 mod hostile_config;
 mod inference;
+mod initial_weights;
 mod interceptors;
 mod kill;
 mod last_checkpoint;

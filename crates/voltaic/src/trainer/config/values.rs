@@ -243,6 +243,19 @@ impl From<&PathBuf> for CkptPath {
     }
 }
 
+/// Weights that a fit begins with, as [`Trainer::weights`](crate::trainer::Trainer::weights) takes them.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct InitialWeights {
+    pub path: PathBuf,
+    #[serde(default = "is_strict")]
+    pub strict: bool,
+}
+
+const fn is_strict() -> bool {
+    true
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -28,6 +28,7 @@ impl<M: LightningModule> Session<'_, M> {
         facts.add("call", stage);
         let ckpt_path = self.options.ckpt_path.as_ref();
         facts.add("ckpt_path", ckpt_path.map_or_else(|| "not set".to_owned(), |path| format!("{path:?}")));
+        facts.add("weights", format!("{:?}", self.run.weights));
         facts.add("seed", self.run.seed);
         facts.add("strategy", self.run.engine.strategy.name());
         facts.add("module", self.module.type_name());

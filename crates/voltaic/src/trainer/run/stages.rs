@@ -10,7 +10,7 @@ use crate::callback::Callback;
 use crate::checkpoint::Progress;
 use crate::data::{DataLoader, DataModule, Stage};
 use crate::distributed::collective_scope;
-use crate::error::{ConfigError, Result};
+use crate::error::{ConfigError, Result, first_of};
 use crate::ffi;
 use crate::module::{BatchFacts, Hook, LightningModule, MetricStore, Requests, RunFacts};
 use crate::nn::te::prepare_fp8;
@@ -22,7 +22,7 @@ use crate::precision::fp8::QuantMode;
 use crate::precision::{log_casts, set_run_lists};
 use crate::profiler::ProfiledRun;
 use crate::strategy::Votes;
-use crate::trainer::config::values::Limit;
+use crate::trainer::config::values::{InitialWeights, Limit};
 use crate::trainer::plan::limits::limit_batches;
 use crate::trainer::plan::train_plan::{ActivationPlan, TrainPlan};
 use crate::trainer::run::eval::EvalLoaders;
@@ -34,7 +34,7 @@ use crate::trainer::session::hooks::{guarded, hook_error, of_callback};
 use crate::trainer::session::session::{CallOptions, Run, Session};
 use crate::trainer::state::collect::check_mesh;
 use crate::trainer::state::find::{find, tidy_up};
-use crate::trainer::state::restore::{load, restore_module, restore_training};
+use crate::trainer::state::restore::{load, restore_module, restore_training, restore_weights};
 
 impl Run {
     /// Trains, from set-up to tear-down. Knows no searches: they train with it, too.
@@ -224,6 +224,8 @@ impl<M: LightningModule> Session<'_, M> {
             restore_module(self, &mut loaded, &path)?;
             self.run.resumed_from = Some(path.clone());
             checkpoint = Some((loaded, path));
+        } else {
+            self.take_initial_weights()?;
         }
         configure_optimizers(self)?;
         self.check_optimizers_alike()?;
@@ -258,6 +260,23 @@ impl<M: LightningModule> Session<'_, M> {
             );
         }
         Ok(loaders)
+    }
+
+    /// Loads the weights that the fit begins with, if they are a file's.
+    fn take_initial_weights(&mut self) -> Result<()> {
+        let Some(InitialWeights { path, strict }) = self.run.weights.clone() else { return Ok(()) };
+        let mut loaded = load(self, &path, false)?;
+        let keys = restore_weights(self, &mut loaded, &path, strict)?;
+        if self.options.is_trial || !self.run.world().is_global_zero() {
+            return Ok(());
+        }
+        tracing::info!("fit begins with the weights of {}", path.display());
+        for (what, names) in [("it has no", keys.missing_keys), ("the module has no", keys.unexpected_keys)] {
+            if !names.is_empty() {
+                tracing::warn!("{}: {what} {}", path.display(), first_of(&names, 20));
+            }
+        }
+        Ok(())
     }
 
     /// All that comes after the last epoch.

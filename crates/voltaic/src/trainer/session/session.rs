@@ -23,7 +23,7 @@ use crate::nn::{ModuleExt, Snapshot, SnapshotParts};
 use crate::precision::LossScale;
 use crate::trainer::config::graph::GraphReport;
 use crate::trainer::config::optimizers::OptimizerOverride;
-use crate::trainer::config::values::CkptPath;
+use crate::trainer::config::values::{CkptPath, InitialWeights};
 use crate::trainer::plan::train_plan::TrainPlan;
 use crate::trainer::session::engine::Engine;
 use crate::trainer::session::graphs::StepGraphs;
@@ -46,6 +46,8 @@ pub(crate) struct Run {
     pub run_folders: Vec<PathBuf>,
     /// The checkpoint that this fit resumes; it is not replaced by better ones, as in Lightning.
     pub resumed_from: Option<PathBuf>,
+    /// What the next fit begins with, unless it resumes.
+    pub weights: Option<InitialWeights>,
     /// Base of all shuffling.
     pub seed: u64,
     /// Calls of fit so far.

@@ -1,0 +1,79 @@
+//! Fits that begin with the weights of a file.
+
+use std::path::Path;
+use std::process::Command;
+
+use tempfile::TempDir;
+use voltaic::Tensor;
+use voltaic::nn::ModuleExt;
+
+use crate::probe::silent;
+use crate::trainer::{Net, loaders};
+
+/// The command by each strategy: a step that changes nothing keeps the file's weights, and is the first one.
+#[test]
+fn a_fit_of_the_command_begins_with_the_weights_of_a_file() {
+    let root = TempDir::new().unwrap();
+    let digits = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data/digits");
+    let run = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_voltaic"));
+        let output = command.args(arguments).current_dir(root.path()).output().unwrap();
+        let text = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+        (output.status.code(), text.concat())
+    };
+    let data = format!("--data.data_dir={}", digits.display());
+    let base = ["--model=Mlp", "--data=MnistData", &data, "--data.batch_size=4", "--trainer.accelerator=cpu"];
+    let limits = ["--trainer.max_steps=1", "--trainer.limit_val_batches=2"];
+    let run = |first: &[&str]| {
+        let (code, text) = run(&[first, &base[..], &limits[..]].concat());
+        (code == Some(0), text)
+    };
+    let loss = |path: &str| {
+        let (is_done, text) = run(&["validate", &format!("--ckpt_path={path}")]);
+        let line = text.lines().find(|line| line.starts_with("val_loss")).map(str::to_owned);
+        assert!(is_done && line.is_some(), "{text}");
+        line.unwrap()
+    };
+    let (is_done, text) = run(&["fit", "--seed_everything=1", "--trainer.default_root_dir=a"]);
+    assert!(is_done, "{text}");
+    let convert = ["convert", "a/lightning_logs/version_0/checkpoints/epoch=0-step=1.ckpt", "a.safetensors"];
+    let converted =
+        Command::new(env!("CARGO_BIN_EXE_voltaic")).args(convert).current_dir(root.path()).status();
+    assert!(converted.unwrap().success());
+    let of_file = loss("a.safetensors");
+    let strategies: [(&str, &[&str]); 3] = [
+        ("one", &[]),
+        ("ddp", &["--trainer.devices=2", "--trainer.strategy=ddp"]),
+        ("zero3", &["--trainer.devices=2", "--trainer.strategy=zero3"]),
+    ];
+    for (name, keys) in strategies {
+        let folder = format!("--trainer.default_root_dir={name}");
+        let still = ["fit", "--seed_everything=2", "--optimizer=SGD", "--optimizer.lr=1e-30", &folder];
+        let (is_done, text) = run(&[&still[..], keys, &["--weights=a.safetensors"]].concat());
+        assert!(is_done && text.contains("fit begins with the weights of a.safetensors"), "{name}: {text}");
+        let path = format!("{name}/lightning_logs/version_0/checkpoints/epoch=0-step=1.ckpt");
+        assert_eq!(loss(&path), of_file, "{name}");
+    }
+    let (is_done, text) = run(&["fit", "--weights=b.safetensors"]);
+    assert!(!is_done && text.contains("b.safetensors"), "{text}");
+}
+
+/// What is not in the file stays, and what the module does not have is named.
+#[test]
+fn names_may_be_on_one_side_only_unless_strict() {
+    let root = TempDir::new().unwrap();
+    let file = root.path().join("part.safetensors");
+    let given = Tensor::ones([16, 8], (voltaic::Kind::Float, tch::Device::Cpu));
+    Tensor::write_safetensors(&[("fc1.weight", &given), ("head.weight", &given)], &file).unwrap();
+    let mut net = Net::new();
+    let bias = net.state_dict().iter().find(|(name, _)| name == "fc1.bias").unwrap().1.copy();
+    let mut fit = |strict: bool| {
+        let mut trainer = silent().max_epochs(0).build().unwrap();
+        trainer.weights(&file, strict).fit(&mut net, &mut loaders()).map(|()| net.state_dict())
+    };
+    let error = fit(true).unwrap_err().to_string();
+    assert!(error.contains("head.weight") && error.contains("part.safetensors"), "{error}");
+    let state = fit(false).unwrap();
+    let tensor = |name: &str| &state.iter().find(|(own, _)| own == name).unwrap().1;
+    assert!(tensor("fc1.weight").equal(&given) && tensor("fc1.bias").equal(&bias));
+}
