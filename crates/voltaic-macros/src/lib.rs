@@ -1,9 +1,11 @@
-//! Macros of voltaic: `#[derive(Module)]`, documented at `voltaic::nn::Module`, and `#[settings]`, which only `voltaic::optim` uses.
+//! Macros of voltaic: `#[derive(Module)]`, documented at `voltaic::nn::Module`; `#[derive(Defaults)]` for configurations; and `#[settings]`,
+//! which only `voltaic::optim` uses.
 //!
 //! What the derive generates names everything by its path from `::voltaic`, so it compiles in any crate that depends on
 //! voltaic under that name, and in voltaic itself, which calls itself `voltaic`.
 
 mod attributes;
+mod defaults;
 mod module;
 mod settings;
 
@@ -22,6 +24,14 @@ use proc_macro::TokenStream;
 pub fn derive_module(input: TokenStream) -> TokenStream {
     let input = syn::parse_macro_input!(input as syn::DeriveInput);
     module::expand(&input).unwrap_or_else(syn::Error::into_compile_error).into()
+}
+
+/// Implements `Default` for a struct: a field has the value of its `#[default(VALUE)]`, or the default of its type.
+#[doc(hidden)]
+#[proc_macro_derive(Defaults, attributes(default))]
+pub fn derive_defaults(input: TokenStream) -> TokenStream {
+    let input = syn::parse_macro_input!(input as syn::DeriveInput);
+    defaults::expand(&input).unwrap_or_else(syn::Error::into_compile_error).into()
 }
 
 /// The settings of an optimizer or of a learning rate schedule: adds what follows from the fields. For `voltaic::optim`.

@@ -3,6 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use voltaic_macros::Defaults;
 
 use super::model_checkpoint::Mode;
 use crate::error::{ConfigError, ConfigProblem};
@@ -11,7 +12,7 @@ use crate::module::HookContext;
 use crate::nn::Module;
 
 /// When [`EarlyStopping`] stops a run.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct EarlyStoppingConfig {
     /// Metric to look at, such as `val_loss`. Must be set.
@@ -19,14 +20,17 @@ pub struct EarlyStoppingConfig {
     /// A change of this size or less is not an improvement.
     pub min_delta: f64,
     /// Checks in a row without improvement before the run stops.
+    #[default(3)]
     pub patience: u64,
     /// Log a line at each improvement, and when a missing metric is left out.
     pub verbose: bool,
     /// Which direction of the metric is better: `min` or `max`.
     pub mode: Mode,
     /// A missing metric is an error, unless training ends within its epoch; otherwise the check is left out.
+    #[default(true)]
     pub strict: bool,
     /// Stop when the metric is NaN or infinite.
+    #[default(true)]
     pub check_finite: bool,
     /// Stop at once when the metric is better than this.
     pub stopping_threshold: Option<f64>,
@@ -36,24 +40,6 @@ pub struct EarlyStoppingConfig {
     pub check_on_train_epoch_end: Option<bool>,
     /// Log those lines on rank 0 only.
     pub log_rank_zero_only: bool,
-}
-
-impl Default for EarlyStoppingConfig {
-    fn default() -> Self {
-        Self {
-            monitor: String::new(),
-            min_delta: 0.0,
-            patience: 3,
-            verbose: false,
-            mode: Mode::Min,
-            strict: true,
-            check_finite: true,
-            stopping_threshold: None,
-            divergence_threshold: None,
-            check_on_train_epoch_end: None,
-            log_rank_zero_only: false,
-        }
-    }
 }
 
 /// Why a run was stopped.

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use voltaic_macros::Defaults;
 
 use super::claims::Claims;
 use super::file_name::{FileName, Value, is_last_name};
@@ -68,7 +69,7 @@ pub enum LinkText {
 }
 
 /// What [`ModelCheckpoint`] saves, and when.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelCheckpointConfig {
     /// Folder for the checkpoints; `checkpoints` below the run's folder unless set.
@@ -80,6 +81,7 @@ pub struct ModelCheckpointConfig {
     /// Which direction of `monitor` is better: `min` or `max`.
     pub mode: Mode,
     /// How many of the best to keep: -1 all, 0 none.
+    #[default(1)]
     pub save_top_k: i64,
     /// Also keep the newest as `last.ckpt`: `true`, `false` or `link`. A fit that ends before anything was saved then
     /// saves that at its end.
@@ -87,6 +89,7 @@ pub struct ModelCheckpointConfig {
     /// Leave out optimizers and loop positions; training cannot be resumed from such a file.
     pub save_weights_only: bool,
     /// Put `name=` before each value in the file name.
+    #[default(true)]
     pub auto_insert_metric_name: bool,
     /// Save every so many optimizer steps.
     pub every_n_train_steps: Option<u64>,
@@ -101,29 +104,8 @@ pub struct ModelCheckpointConfig {
     /// Save at the end of the training epoch rather than after validation; decided by the run unless set.
     pub save_on_train_epoch_end: Option<bool>,
     /// Add `-v1`, `-v2` to a name that is taken, rather than overwrite the file.
+    #[default(true)]
     pub enable_version_counter: bool,
-}
-
-impl Default for ModelCheckpointConfig {
-    fn default() -> Self {
-        Self {
-            dirpath: None,
-            filename: None,
-            monitor: None,
-            mode: Mode::Min,
-            save_top_k: 1,
-            save_last: SaveLast::No,
-            save_weights_only: false,
-            auto_insert_metric_name: true,
-            every_n_train_steps: None,
-            every_n_epochs: None,
-            train_time_interval: None,
-            save_on_exception: false,
-            verbose: false,
-            save_on_train_epoch_end: None,
-            enable_version_counter: true,
-        }
-    }
 }
 
 /// A checkpoint kept for its score.

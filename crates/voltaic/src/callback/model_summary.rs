@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
+use voltaic_macros::Defaults;
 
 use crate::error::{ConfigError, write_stderr};
 use crate::graph::Flops;
@@ -13,22 +14,17 @@ use crate::module::{CallSizes, HookContext};
 use crate::nn::{CallWatcher, Member, Module, ModuleCall, ModuleExt, ModuleHooks, RemovableHandle, Which};
 
 /// What [`ModelSummary`] prints.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelSummaryConfig {
     /// Levels of the module's tree: 1 for its direct children, -1 for all, 0 for the sums alone.
+    #[default(1)]
     pub max_depth: i64,
     /// Also count floating-point operations of a training batch, by running one before the fit. On cpu and emulated HPUs.
     pub flops: bool,
     /// Also show the sizes of each module's inputs and outputs. They are those of its first call, so that the table is printed
     /// after the first training batch. A module with an `example_input_array` shows them in any case, before the first batch.
     pub sizes: bool,
-}
-
-impl Default for ModelSummaryConfig {
-    fn default() -> Self {
-        Self { max_depth: 1, flops: false, sizes: false }
-    }
 }
 
 /// Prints a table of the module's layers at the start of fit: type, parameters, and with `flops` the operations of the

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use voltaic_macros::Defaults;
 
 use crate::checkpoint::CheckpointPaths;
 use crate::config::expand_home;
@@ -14,19 +15,14 @@ use crate::module::{CheckpointRequest, HookContext};
 use crate::nn::Module;
 
 /// Where [`OnExceptionCheckpoint`] saves.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct OnExceptionCheckpointConfig {
     /// Folder. Must be set, since a run may fail before it has one.
     pub dirpath: PathBuf,
     /// File name without `.ckpt`.
+    #[default("on_exception".to_owned())]
     pub filename: String,
-}
-
-impl Default for OnExceptionCheckpointConfig {
-    fn default() -> Self {
-        Self { dirpath: PathBuf::new(), filename: "on_exception".to_owned() }
-    }
 }
 
 /// Saves a full checkpoint when a fit fails or is interrupted, over one of an earlier failure. A fit without `ckpt_path`

@@ -4,6 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tch::Tensor;
+use voltaic_macros::Defaults;
 
 use super::masters::{exchange_masters, with_masters};
 use crate::checkpoint::Checkpoint;
@@ -26,35 +27,26 @@ pub enum EpochStart {
 }
 
 /// What [`StochasticWeightAveraging`] averages, and how it trains meanwhile.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct StochasticWeightAveragingConfig {
     /// Learning rate of the epochs that are averaged: one number, or one for each group. Must be set.
+    #[default(PerGroup::All(0.0))]
     pub swa_lrs: PerGroup,
     /// Epoch to begin with: a number from 1, or a part of `max_epochs` such as 0.8.
+    #[default(EpochStart::Fraction(0.8))]
     pub swa_epoch_start: EpochStart,
     /// Epochs in which the learning rate goes to `swa_lrs`.
+    #[default(10)]
     pub annealing_epochs: u64,
     /// Shape of the way there: `cos` or `linear`.
     pub annealing_strategy: AnnealStrategy,
     /// Device that keeps the average; null for that of the weights.
     #[schemars(with = "Option<String>")]
+    #[default(Some(Device::Cpu))]
     pub device: Option<Device>,
     /// Write the averaged weights to `swa.ckpt` beside the checkpoints when training ends.
     pub save: bool,
-}
-
-impl Default for StochasticWeightAveragingConfig {
-    fn default() -> Self {
-        Self {
-            swa_lrs: PerGroup::All(0.0),
-            swa_epoch_start: EpochStart::Fraction(0.8),
-            annealing_epochs: 10,
-            annealing_strategy: AnnealStrategy::Cos,
-            device: Some(Device::Cpu),
-            save: false,
-        }
-    }
 }
 
 type AverageFn = Box<dyn Fn(&Tensor, &Tensor, u64) -> anyhow::Result<Tensor> + Send>;

@@ -4,6 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tch::Tensor;
+use voltaic_macros::Defaults;
 
 use super::masters::{exchange_masters, with_masters};
 use crate::checkpoint::{Checkpoint, Part, callback_name};
@@ -15,64 +16,44 @@ use crate::module::HookContext;
 use crate::nn::{Module, ModuleExt};
 
 /// When an equal average of the weights is taken.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct WeightAveragingConfig {
     /// Take the weights in after every so many optimizer steps; 0 for never.
+    #[default(1)]
     pub update_every_n_steps: u64,
     /// Optimizer step, from 0, from which on they are taken in.
     pub update_starting_at_step: Option<u64>,
     /// Epoch, from 0, from which on they are taken in at each end of an epoch; never unless set.
     pub update_starting_at_epoch: Option<u64>,
     /// Average buffers, such as running means, too.
+    #[default(true)]
     pub use_buffers: bool,
     /// Device that keeps the average; that of the weights unless set.
     #[schemars(with = "Option<String>")]
     pub device: Option<Device>,
-}
-
-impl Default for WeightAveragingConfig {
-    fn default() -> Self {
-        Self {
-            update_every_n_steps: 1,
-            update_starting_at_step: None,
-            update_starting_at_epoch: None,
-            use_buffers: true,
-            device: None,
-        }
-    }
 }
 
 /// When and how fast an exponential moving average of the weights follows them.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct EmaWeightAveragingConfig {
     /// Part of the old average that an update keeps.
+    #[default(0.999)]
     pub decay: f64,
     /// Take the weights in after every so many optimizer steps; 0 for never.
+    #[default(1)]
     pub update_every_n_steps: u64,
     /// Optimizer step, from 0, from which on they are taken in.
     pub update_starting_at_step: Option<u64>,
     /// Epoch, from 0, from which on they are taken in at each end of an epoch; never unless set.
     pub update_starting_at_epoch: Option<u64>,
     /// Average buffers, such as running means, too.
+    #[default(true)]
     pub use_buffers: bool,
     /// Device that keeps the average; that of the weights unless set.
     #[schemars(with = "Option<String>")]
     pub device: Option<Device>,
-}
-
-impl Default for EmaWeightAveragingConfig {
-    fn default() -> Self {
-        Self {
-            decay: 0.999,
-            update_every_n_steps: 1,
-            update_starting_at_step: None,
-            update_starting_at_epoch: None,
-            use_buffers: true,
-            device: None,
-        }
-    }
 }
 
 /// Keeps an average of the weights: validation within fit, checkpoints and the module after fit have it; training goes

@@ -1,19 +1,16 @@
 //! How much may be made of a file: a few bytes can ask for all memory there is.
 
+use voltaic_macros::Defaults;
+
 /// Whatever is made of a small file may be this large.
 const FLOOR: u64 = 64 << 20;
 
 /// How much memory the contents of an untrusted file may take.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Defaults, Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReadLimits {
     /// All values and tensors together may take 64 MiB, and so many times the size of the file (16).
+    #[default(16)]
     pub max_growth: u64,
-}
-
-impl Default for ReadLimits {
-    fn default() -> Self {
-        Self { max_growth: 16 }
-    }
 }
 
 /// Bytes that may still be made of a file.

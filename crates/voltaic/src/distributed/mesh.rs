@@ -24,6 +24,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+use voltaic_macros::Defaults;
 
 use super::process_group::ProcessGroup;
 use crate::error::{ConfigError, Result};
@@ -121,20 +122,14 @@ impl ParallelDims {
 }
 
 /// The ranks along one dimension of a [`DeviceMesh`], or along several that are taken together.
-#[derive(Debug, Clone)]
+#[derive(Defaults, Debug, Clone)]
 pub struct SubMesh {
     /// This rank's place, from 0.
     pub rank: usize,
     /// Number of ranks.
+    #[default(1)]
     pub size: usize,
     group: Option<Arc<ProcessGroup>>,
-}
-
-impl Default for SubMesh {
-    /// One rank.
-    fn default() -> Self {
-        Self { rank: 0, size: 1, group: None }
-    }
 }
 
 impl SubMesh {

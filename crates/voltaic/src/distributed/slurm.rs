@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use signal_hook::consts::{SIGHUP, SIGTERM, SIGUSR1, SIGUSR2};
+use voltaic_macros::Defaults;
 
 use super::variables::Variables;
 use crate::error::{Error, Result};
@@ -15,19 +16,14 @@ use crate::error::{Error, Result};
 /// What a run does in a Slurm job.
 ///
 /// Source: `lightning.pytorch.plugins.environments.SLURMEnvironment`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct SlurmEnvironment {
     /// Whether the signal saves `hpc_ckpt_<n>.ckpt` and queues the job again; otherwise it only ends the run.
+    #[default(true)]
     pub auto_requeue: bool,
     /// The signal that `#SBATCH --signal` names; SIGUSR1 unless set.
     pub requeue_signal: Option<RequeueSignal>,
-}
-
-impl Default for SlurmEnvironment {
-    fn default() -> Self {
-        Self { auto_requeue: true, requeue_signal: None }
-    }
 }
 
 /// By what Slurm says that the time of a job is nearly over.

@@ -1,24 +1,30 @@
 //! How the next token is chosen, and when generation ends.
 
+use voltaic_macros::Defaults;
+
 use crate::error::{ConfigError, ConfigProblem, Problem, Result};
 
 /// How [`Generator`](super::Generator) chooses tokens, and when it ends.
 ///
 /// The distribution is changed in this order: tokens that are not allowed, repetition penalty, temperature, top-k, top-p.
 /// Source: `transformers.GenerationConfig`.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Defaults, Debug, Clone, PartialEq)]
 pub struct GenerationConfig {
     /// The largest number of tokens that a prompt is continued with (default 100).
+    #[default(100)]
     pub max_new_tokens: usize,
     /// Logits are divided by it: below 1 likely tokens become more likely. 0 always takes the most likely one (default 1).
+    #[default(1.0)]
     pub temperature: f64,
     /// Only this many of the most likely tokens can be drawn; those equally likely as the last of them, too (default: all).
     pub top_k: Option<usize>,
     /// Only the most likely tokens can be drawn whose probabilities together first reach this, `(0, 1]` (default 1: all;
     /// [Holtzman et al., 2019](https://arxiv.org/abs/1904.09751)).
+    #[default(1.0)]
     pub top_p: f64,
     /// Above 1, tokens of the prompt and of what was generated become less likely: positive logits are divided by it, negative ones
     /// multiplied (default 1; [Keskar et al., 2019](https://arxiv.org/abs/1909.05858)).
+    #[default(1.0)]
     pub repetition_penalty: f64,
     /// Generation of a sequence ends after any of these; they are part of what is generated (default: none).
     pub stop: Vec<Vec<i64>>,
@@ -29,22 +35,6 @@ pub struct GenerationConfig {
     /// Captures the step that generates a token as a graph and replays it (default false). Attention then always goes over the whole
     /// cache. On the CPU, emulated HPUs and CUDA.
     pub use_graph: bool,
-}
-
-impl Default for GenerationConfig {
-    fn default() -> Self {
-        Self {
-            max_new_tokens: 100,
-            temperature: 1.0,
-            top_k: None,
-            top_p: 1.0,
-            repetition_penalty: 1.0,
-            stop: Vec::new(),
-            seed: 0,
-            vocab_size: None,
-            use_graph: false,
-        }
-    }
 }
 
 impl GenerationConfig {

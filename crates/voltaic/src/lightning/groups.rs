@@ -1,5 +1,7 @@
 //! What a run holds, in the groups that contexts borrow.
 
+use voltaic_macros::Defaults;
+
 use super::logged::MetricStore;
 use super::requests::LoggerRow;
 use crate::checkpoint::Progress;
@@ -8,10 +10,11 @@ use crate::error::{ConfigError, Result};
 use crate::optim::{ActiveLrScheduler, Optimizer};
 
 /// Where a run stands.
-#[derive(Debug)]
+#[derive(Defaults, Debug)]
 pub(crate) struct Position {
     pub progress: Progress,
     /// The stage of the call in progress, or of the last one.
+    #[default(Stage::Fit)]
     pub stage: Stage,
     pub is_sanity_check: bool,
     /// Training has begun in this call, so that there is something that a failure could lose.
@@ -34,12 +37,6 @@ pub(crate) struct Training {
     pub schedulers: Vec<ActiveLrScheduler>,
     /// A step runs, or a hook within one.
     pub is_in_step: bool,
-}
-
-impl Default for Position {
-    fn default() -> Self {
-        Self { progress: Progress::default(), stage: Stage::Fit, is_sanity_check: false, has_begun: false }
-    }
 }
 
 impl Training {

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use voltaic_macros::Defaults;
 
 use super::logger::Logger;
 use super::plot::plot_metrics;
@@ -16,7 +17,7 @@ use crate::checkpoint::write_atomically;
 use crate::error::{Error, Result};
 
 /// What [`CsvLogger`] writes, and where.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct CsvLoggerConfig {
     /// Root folder; `trainer.default_root_dir` unless set.
@@ -24,6 +25,7 @@ pub struct CsvLoggerConfig {
     /// Folder below it; empty or null for none.
     #[serde(deserialize_with = "name_or_none")]
     #[schemars(with = "Option<String>")]
+    #[default(DEFAULT_NAME.to_owned())]
     pub name: String,
     /// The run's folder: a number for `version_<n>`, or a name; the next number unless set.
     pub version: Option<Version>,
@@ -31,22 +33,11 @@ pub struct CsvLoggerConfig {
     pub prefix: String,
     /// Rows kept in memory before they are appended to the file; also written at the end of each epoch.
     #[schemars(range(min = 1))]
+    #[default(100)]
     pub flush_logs_every_n_steps: u64,
     /// Draw pictures of the curves at the end.
+    #[default(true)]
     pub plots: bool,
-}
-
-impl Default for CsvLoggerConfig {
-    fn default() -> Self {
-        Self {
-            save_dir: None,
-            name: DEFAULT_NAME.to_owned(),
-            version: None,
-            prefix: String::new(),
-            flush_logs_every_n_steps: 100,
-            plots: true,
-        }
-    }
 }
 
 /// Writes `<save_dir>/<name>/version_<n>/metrics.csv`, and at the end `curves.png` beside it, with

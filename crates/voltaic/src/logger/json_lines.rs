@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use voltaic_macros::Defaults;
 
 use super::logger::Logger;
 use super::run_folder::{DEFAULT_NAME, RunFolder, RunFolders, Version, name_or_none, with_prefix};
@@ -15,7 +16,7 @@ use crate::checkpoint::write_atomically;
 use crate::error::{Error, Result};
 
 /// What [`JsonLinesLogger`] writes, and where.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct JsonLinesLoggerConfig {
     /// Root folder; `trainer.default_root_dir` unless set.
@@ -23,17 +24,12 @@ pub struct JsonLinesLoggerConfig {
     /// Folder below it; empty or null for none.
     #[serde(deserialize_with = "name_or_none")]
     #[schemars(with = "Option<String>")]
+    #[default(DEFAULT_NAME.to_owned())]
     pub name: String,
     /// The run's folder: a number for `version_<n>`, or a name; the next number unless set.
     pub version: Option<Version>,
     /// Put `<prefix>-` before the names of metrics.
     pub prefix: String,
-}
-
-impl Default for JsonLinesLoggerConfig {
-    fn default() -> Self {
-        Self { save_dir: None, name: DEFAULT_NAME.to_owned(), version: None, prefix: String::new() }
-    }
 }
 
 /// Writes `<save_dir>/<name>/version_<n>/metrics.jsonl`: a line per row, `{"step":5,"epoch":0,"train_loss":0.25}`.

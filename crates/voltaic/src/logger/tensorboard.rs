@@ -10,6 +10,7 @@ use serde_json::Value;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use voltaic_macros::Defaults;
 
 use super::logger::Logger;
 use super::run_folder::{DEFAULT_NAME, RunFolder, RunFolders, Version, name_or_none, with_prefix};
@@ -17,7 +18,7 @@ use super::tfevents::{self, Event};
 use crate::error::{Error, Result};
 
 /// What [`TensorBoardLogger`] writes, and where.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 #[schemars(extend("x-refused" = serde_json::json!({
     "log_graph": {"what": "there is no graph of Python's to log", "remedy": "set false", "unless_off": true},
@@ -28,6 +29,7 @@ pub struct TensorBoardLoggerConfig {
     /// Folder below it; empty or null for none.
     #[serde(deserialize_with = "name_or_none")]
     #[schemars(with = "Option<String>")]
+    #[default(DEFAULT_NAME.to_owned())]
     pub name: String,
     /// The run's folder: a number for `version_<n>`, or a name; the next number unless set.
     pub version: Option<Version>,
@@ -36,23 +38,11 @@ pub struct TensorBoardLoggerConfig {
     /// Folder below the version for the event file.
     pub sub_dir: Option<PathBuf>,
     /// Write `hp_metric` = -1 beside the hyper-parameters, so that the HPARAMS page lists the run.
+    #[default(true)]
     pub default_hp_metric: bool,
     /// Seconds after which what is in memory is written.
+    #[default(120)]
     pub flush_secs: u64,
-}
-
-impl Default for TensorBoardLoggerConfig {
-    fn default() -> Self {
-        Self {
-            save_dir: None,
-            name: DEFAULT_NAME.to_owned(),
-            version: None,
-            prefix: String::new(),
-            sub_dir: None,
-            default_hp_metric: true,
-            flush_secs: 120,
-        }
-    }
 }
 
 /// Writes `<save_dir>/<name>/version_<n>/events.out.tfevents.*`, which TensorBoard shows, and `hparams.yaml` beside it.

@@ -3,6 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
+use voltaic_macros::Defaults;
 
 use super::sizes::Sizes;
 use crate::error::{ConfigError, Result};
@@ -12,21 +13,18 @@ use crate::nn::{Callable, Conv2d, Dropout, Forward, Linear, Module, ModuleExt, w
 /// The convolutional net of PyTorch's MNIST example.
 ///
 /// Settings of [`ConvNet`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ConvNetConfig {
     /// Number of classes, the size of the output.
+    #[default(10)]
     pub num_classes: i64,
     /// Probability with which a feature is dropped after the convolutions.
+    #[default(0.25)]
     pub conv_dropout: f64,
     /// Probability with which a feature is dropped before the last layer.
+    #[default(0.5)]
     pub fc_dropout: f64,
-}
-
-impl Default for ConvNetConfig {
-    fn default() -> Self {
-        Self { num_classes: 10, conv_dropout: 0.25, fc_dropout: 0.5 }
-    }
 }
 
 impl ConvNetConfig {

@@ -3,6 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
+use voltaic_macros::Defaults;
 
 use super::sizes::Sizes;
 use crate::error::{ConfigError, Result};
@@ -12,17 +13,12 @@ use crate::nn::{Callable, Conv2d, Forward, Linear, Module, within_call};
 /// LeNet-5 for digits of 28 x 28 pixels.
 ///
 /// Settings of [`LeNet`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LeNetConfig {
     /// Number of classes, the size of the output.
+    #[default(10)]
     pub num_classes: i64,
-}
-
-impl Default for LeNetConfig {
-    fn default() -> Self {
-        Self { num_classes: 10 }
-    }
 }
 
 impl LeNetConfig {

@@ -3,6 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
+use voltaic_macros::Defaults;
 
 use super::sizes::Sizes;
 use crate::error::{ConfigError, Result};
@@ -11,21 +12,18 @@ use crate::nn::{Callable, Forward, Linear, Module, within_call};
 /// A perceptron with one hidden layer.
 ///
 /// Settings of [`Mlp`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct MlpConfig {
     /// Number of values of one sample; a picture of 28 x 28 pixels has 784.
+    #[default(784)]
     pub in_features: i64,
     /// Size of the hidden layer.
+    #[default(256)]
     pub hidden_features: i64,
     /// Number of classes, the size of the output.
+    #[default(10)]
     pub num_classes: i64,
-}
-
-impl Default for MlpConfig {
-    fn default() -> Self {
-        Self { in_features: 784, hidden_features: 256, num_classes: 10 }
-    }
 }
 
 impl MlpConfig {

@@ -3,6 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
+use voltaic_macros::Defaults;
 
 use super::sizes::Sizes;
 use crate::error::{ConfigError, Result};
@@ -12,21 +13,18 @@ use crate::nn::{BatchNorm2d, Callable, Conv2d, Forward, Linear, Module, ModuleEx
 /// ResNet-18 with the stem for small images of CIFAR.
 ///
 /// Settings of [`ResNet18`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ResNet18Config {
     /// Number of classes, the size of the output.
+    #[default(10)]
     pub num_classes: i64,
     /// Channels of the picture: 3 for colours, 1 for grey.
+    #[default(3)]
     pub in_channels: i64,
     /// Channels of the first stage; each later stage doubles them.
+    #[default(64)]
     pub width: i64,
-}
-
-impl Default for ResNet18Config {
-    fn default() -> Self {
-        Self { num_classes: 10, in_channels: 3, width: 64 }
-    }
 }
 
 impl ResNet18Config {

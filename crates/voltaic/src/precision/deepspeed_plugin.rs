@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use voltaic_macros::Defaults;
 
 use super::fp8::recipe::Recipe;
 use super::fp8::settings::{Fp8Settings, InferenceKeys};
@@ -16,10 +17,11 @@ use crate::error::ConfigError;
 /// With DeepSpeed, `bf16-mixed` and `bf16-true` both mean weights in bfloat16, of which float32 copies are updated.
 ///
 /// Source: `lightning.pytorch.plugins.DeepSpeedPrecisionPlugin`, and Habana's `HPUDeepSpeedPrecisionPlugin`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct DeepSpeedPrecisionPlugin {
     /// `32-true`, `bf16-mixed`, `bf16-true`, and the other values of `trainer.precision`.
+    #[default(Value::from("32-true"))]
     pub precision: Value,
     /// With precision fp8: layers of the module compute in float8, if it has none that do.
     pub replace_layers: bool,
@@ -35,21 +37,6 @@ pub struct DeepSpeedPrecisionPlugin {
     pub quant: Value,
     /// With `inference`: the folder of the measurements; null: `HABANA_LOGS`, else the folder of the run.
     pub fp8_data_path: Option<PathBuf>,
-}
-
-impl Default for DeepSpeedPrecisionPlugin {
-    fn default() -> Self {
-        Self {
-            precision: Value::from("32-true"),
-            replace_layers: false,
-            recipe: None,
-            exclude_layers: Vec::new(),
-            min_weights: 0,
-            inference: false,
-            quant: Value::Null,
-            fp8_data_path: None,
-        }
-    }
 }
 
 impl DeepSpeedPrecisionPlugin {

@@ -2,43 +2,34 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use voltaic_macros::Defaults;
 
 use crate::error::{ConfigError, Result};
 
 /// How the loss is scaled with float16 weights: DeepSpeed's section `fp16`.
-#[derive(Debug, Clone, Copy, PartialEq, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, Copy, PartialEq, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct LossScalerConfig {
     /// A constant scale; 0 for one that changes.
     #[schemars(range(min = 0))]
     pub loss_scale: f64,
     /// The scale that changes begins with 2 to the power of this.
+    #[default(16)]
     pub initial_scale_power: u32,
     /// Steps without an overflow after which it doubles.
     #[schemars(range(min = 1))]
+    #[default(1000)]
     pub loss_scale_window: u64,
     /// Overflows before it is halved.
     #[schemars(range(min = 1))]
+    #[default(2)]
     pub hysteresis: u64,
     /// Whether each step without an overflow lets as many overflows pass again.
     pub consecutive_hysteresis: bool,
     /// Least scale; an overflow there ends the run.
     #[schemars(extend("exclusiveMinimum" = 0))]
+    #[default(1.0)]
     pub min_loss_scale: f64,
-}
-
-impl Default for LossScalerConfig {
-    /// DeepSpeed's settings: 0, 16, 1000, 2, false, 1.
-    fn default() -> Self {
-        Self {
-            loss_scale: 0.0,
-            initial_scale_power: 16,
-            loss_scale_window: 1000,
-            hysteresis: 2,
-            consecutive_hysteresis: false,
-            min_loss_scale: 1.0,
-        }
-    }
 }
 
 impl LossScalerConfig {

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use voltaic_macros::Defaults;
 
 use super::fp8::recipe::Recipe;
 use super::fp8::settings::{Fp8Settings, InferenceKeys};
@@ -32,12 +33,14 @@ pub enum OptLevel {
 /// default, `O2`.
 ///
 /// Source: `lightning_habana.pytorch.plugins.HPUPrecisionPlugin`, and Habana's `hmp`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct HpuPrecisionPlugin {
     /// `32-true`, `bf16-mixed`, `16-mixed`, and the other values of `trainer.precision`.
+    #[default(Value::from("32-true"))]
     pub precision: Value,
     /// Kind of device; `hpu`.
+    #[default("hpu".to_owned())]
     pub device: String,
     /// File with the operators that compute in the lower dtype, one a line, in place of the default list.
     pub bf16_file_path: Option<PathBuf>,
@@ -63,27 +66,6 @@ pub struct HpuPrecisionPlugin {
     pub quant: Value,
     /// With `inference`: the folder of the measurements; null: `HABANA_LOGS`, else the folder of the run.
     pub fp8_data_path: Option<PathBuf>,
-}
-
-impl Default for HpuPrecisionPlugin {
-    fn default() -> Self {
-        Self {
-            precision: Value::from("32-true"),
-            device: "hpu".to_owned(),
-            bf16_file_path: None,
-            fp32_file_path: None,
-            opt_level: None,
-            verbose: false,
-            ignore_unreadable_files: false,
-            replace_layers: false,
-            recipe: None,
-            exclude_layers: Vec::new(),
-            min_weights: 0,
-            inference: false,
-            quant: Value::Null,
-            fp8_data_path: None,
-        }
-    }
 }
 
 impl HpuPrecisionPlugin {

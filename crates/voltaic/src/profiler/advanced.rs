@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use voltaic_macros::Defaults;
 
 use super::durations::Durations;
 use super::profiler::ProfiledRun;
@@ -35,7 +36,7 @@ impl RowLimit {
 }
 
 /// What [`AdvancedProfiler`] reports, and where.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdvancedProfilerConfig {
     /// Folder of the reports; that of the run unless set.
@@ -44,23 +45,12 @@ pub struct AdvancedProfilerConfig {
     /// its report.
     pub filename: Option<String>,
     /// Rows of the report, those with the most time: a number, or a fraction of all.
+    #[default(RowLimit::Fraction(1.0))]
     pub line_count_restriction: RowLimit,
     /// Also write `<stage>-<filename>.json` with all numbers.
     pub dump_stats: bool,
     /// Also measure each call of a module, as `[module]Linear: fc1`. Each call costs a little (docs/hooks.md).
     pub record_module_names: bool,
-}
-
-impl Default for AdvancedProfilerConfig {
-    fn default() -> Self {
-        Self {
-            dirpath: None,
-            filename: None,
-            line_count_restriction: RowLimit::Fraction(1.0),
-            dump_stats: false,
-            record_module_names: false,
-        }
-    }
 }
 
 /// An action at its place within others.

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use voltaic_macros::Defaults;
 
 use super::profiler::ProfiledRun;
 use super::profiler::Profiler;
@@ -13,7 +14,7 @@ use super::report::{Output, significant};
 use crate::error::{ProfilerError, Result};
 
 /// What [`SimpleProfiler`] reports, and where.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct SimpleProfilerConfig {
     /// Folder of the reports; that of the run unless set.
@@ -22,15 +23,10 @@ pub struct SimpleProfilerConfig {
     /// its report.
     pub filename: Option<String>,
     /// Also report the number of calls and the share of the total time.
+    #[default(true)]
     pub extended: bool,
     /// Also measure each call of a module, as `[module]Linear: fc1`. Each call costs a little (docs/hooks.md).
     pub record_module_names: bool,
-}
-
-impl Default for SimpleProfilerConfig {
-    fn default() -> Self {
-        Self { dirpath: None, filename: None, extended: true, record_module_names: false }
-    }
 }
 
 /// Calls of one action.

@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use voltaic_macros::Defaults;
 
 use super::deepspeed::config::DeepSpeedStrategy;
 use super::deepspeed::inference::{InferencePlan, check_ranks};
@@ -112,7 +113,7 @@ impl Default for MeshSize {
 
 /// Settings of training with layers divided among ranks, with the names of Lightning's `ModelParallelStrategy`. The module says how it is
 /// divided ([`Module::parallel_plan`](crate::nn::Module::parallel_plan)), or DeepSpeed's rules for names do.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 #[schemars(extend("x-refused" = refused_by_all()))]
 pub struct ModelParallelStrategy {
@@ -121,26 +122,12 @@ pub struct ModelParallelStrategy {
     /// Ranks with slices of the same layers: a number, or `auto` for the devices of a node.
     pub tensor_parallel_size: MeshSize,
     /// Seconds that ranks wait for each other, at the start and in each operation.
+    #[default(crate::distributed::DEFAULT_TIMEOUT.as_secs_f64())]
     pub timeout_secs: f64,
     /// Library of the collectives, which must be the accelerator's. That one unless set.
     pub process_group_backend: Option<String>,
     /// What may differ between ranks; as in [`DdpConfig`].
     pub allow_differences: Vec<String>,
-}
-
-impl Default for ModelParallelStrategy {
-    fn default() -> Self {
-        let DdpConfig { timeout_secs, .. } = DdpConfig::default();
-        let (data_parallel_size, tensor_parallel_size) = (MeshSize::default(), MeshSize::default());
-        let (process_group_backend, allow_differences) = (None, Vec::new());
-        Self {
-            data_parallel_size,
-            tensor_parallel_size,
-            timeout_secs,
-            process_group_backend,
-            allow_differences,
-        }
-    }
 }
 
 impl ModelParallelStrategy {
@@ -198,21 +185,24 @@ pub enum GradientCompression {
 }
 
 /// Settings of data-parallel training, with the names of PyTorch's `DistributedDataParallel`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 #[schemars(extend("x-refused" = refused_by_ddp()))]
 pub struct DdpConfig {
     /// Most MiB of gradients that travel together; the first bucket holds at most 1 MiB, so that it starts early.
+    #[default(25)]
     pub bucket_cap_mb: u64,
     /// Some parameters take no part in some losses. Costs a walk through the graph in each step.
     pub find_unused_parameters: bool,
     /// The same parameters take part in every loss, so that one walk through the graph is enough.
     pub static_graph: bool,
     /// Buffers such as running means become rank 0's before each training step.
+    #[default(true)]
     pub broadcast_buffers: bool,
     /// In which dtype gradients travel: `none` for their own, or `bf16`.
     pub gradient_compression: GradientCompression,
     /// Seconds that ranks wait for each other, at the start and in each operation.
+    #[default(crate::distributed::DEFAULT_TIMEOUT.as_secs_f64())]
     pub timeout_secs: f64,
     /// Library of the collectives, which must be the accelerator's: `gloo` of the cpu, `nccl` of cuda, `hccl` of hpu
     /// (emulated ones have Gloo in its place). That one unless set.
@@ -222,22 +212,6 @@ pub struct DdpConfig {
     pub allow_differences: Vec<String>,
     /// Leaves frozen parameters out of checkpoints.
     pub exclude_frozen_parameters: bool,
-}
-
-impl Default for DdpConfig {
-    fn default() -> Self {
-        Self {
-            bucket_cap_mb: 25,
-            find_unused_parameters: false,
-            static_graph: false,
-            broadcast_buffers: true,
-            gradient_compression: GradientCompression::None,
-            timeout_secs: crate::distributed::DEFAULT_TIMEOUT.as_secs_f64(),
-            process_group_backend: None,
-            allow_differences: Vec::new(),
-            exclude_frozen_parameters: false,
-        }
-    }
 }
 
 impl DdpConfig {

@@ -6,6 +6,7 @@ use std::time::Duration;
 use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Value, json};
+use voltaic_macros::Defaults;
 
 use crate::config::Document;
 use crate::ffi::{FileBackend, FileOptions};
@@ -32,7 +33,7 @@ pub enum OffloadDevice {
 /// let config = ZeroConfig { offload_optimizer, ..ZeroConfig::of_stage(ZeroStage::Two) };
 /// # assert!(config.offload_param.device == OffloadDevice::None);
 /// ```
-#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(extend("x-refused" = json!({
     "super_offload": {"what": "voltaic does not have it", "remedy": "set false", "unless_off": true},
@@ -47,6 +48,7 @@ pub struct OffloadOptimizer {
     pub nvme_path: Option<String>,
     /// Number of buffers, for `nvme`.
     #[schemars(range(min = 1))]
+    #[default(4)]
     pub buffer_count: u64,
     /// Memory of the host is pinned, where the device can copy from pinned memory faster.
     pub pin_memory: bool,
@@ -59,26 +61,12 @@ pub struct OffloadOptimizer {
     /// Share of the elements that is off the device, from 0 to 1; the rest is updated on the device (Twin-Flow of ZeRO-Offload++).
     /// Below 1 with stage 3 only.
     #[schemars(range(min = 0))]
+    #[default(1.0)]
     pub ratio: f64,
 }
 
-impl Default for OffloadOptimizer {
-    fn default() -> Self {
-        Self {
-            device: OffloadDevice::None,
-            nvme_path: None,
-            buffer_count: 4,
-            pin_memory: false,
-            pipeline_read: false,
-            pipeline_write: false,
-            pipeline: false,
-            ratio: 1.0,
-        }
-    }
-}
-
 /// Stage 3: where this rank's shard of the weights is, from which they are unsharded. The keys and defaults are DeepSpeed's.
-#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct OffloadParam {
     /// `none`, `cpu` or `nvme`.
@@ -87,31 +75,21 @@ pub struct OffloadParam {
     pub nvme_path: Option<String>,
     /// Number of buffers, for `nvme`.
     #[schemars(range(min = 1))]
+    #[default(5)]
     pub buffer_count: u64,
     /// Elements of a buffer, for `nvme`.
     #[schemars(range(min = 1))]
+    #[default(100_000_000)]
     pub buffer_size: u64,
     /// Most elements that stay in the host's memory, for `nvme`.
+    #[default(1_000_000_000)]
     pub max_in_cpu: u64,
     /// Memory of the host is pinned, where the device can copy from pinned memory faster.
     pub pin_memory: bool,
 }
 
-impl Default for OffloadParam {
-    fn default() -> Self {
-        Self {
-            device: OffloadDevice::None,
-            nvme_path: None,
-            buffer_count: 5,
-            buffer_size: 100_000_000,
-            max_in_cpu: 1_000_000_000,
-            pin_memory: false,
-        }
-    }
-}
-
 /// How files of an offload are read and written. The keys and defaults are DeepSpeed's.
-#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(extend("x-refused" = aio_refused(), "x-old-names" = json!({"thread_count": "intra_op_parallelism"}),
     "x-ignores-unknown" = "DeepSpeed"))]
@@ -123,31 +101,21 @@ pub struct Aio {
     pub min_bytes: Option<u64>,
     /// Bytes of one read or write.
     #[schemars(range(min = 1))]
+    #[default(1_048_576)]
     pub block_size: u64,
     /// Reads and writes under way at a time.
     #[schemars(range(min = 1))]
+    #[default(8)]
     pub queue_depth: u64,
     /// Threads of one read or write.
     #[schemars(range(min = 1))]
+    #[default(1)]
     pub intra_op_parallelism: u64,
     /// Submits reads and writes one by one.
     pub single_submit: bool,
     /// Submits reads and writes while others are under way.
+    #[default(true)]
     pub overlap_events: bool,
-}
-
-impl Default for Aio {
-    fn default() -> Self {
-        Self {
-            backend: FileBackend::Auto,
-            min_bytes: None,
-            block_size: 1_048_576,
-            queue_depth: 8,
-            intra_op_parallelism: 1,
-            single_submit: false,
-            overlap_events: true,
-        }
-    }
 }
 
 impl Aio {

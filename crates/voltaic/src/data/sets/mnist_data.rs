@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
+use voltaic_macros::Defaults;
 
 use super::folders;
 use super::mnist::{MNIST_MEAN, MNIST_STD, Mnist, MnistFiles, MnistSplit};
@@ -34,16 +35,19 @@ pub enum MnistSet {
 /// Handwritten digits: MNIST, or the part of it that ships.
 ///
 /// Settings of [`MnistData`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct MnistDataConfig {
     /// Images per batch.
+    #[default(64)]
     pub batch_size: usize,
     /// Threads that load ahead; 0 loads on the training thread.
     pub num_workers: usize,
     /// Training images kept for validation: a number (5000) or a fraction (0.1); 0 for none.
+    #[default(SplitSize::Fraction(0.1))]
     pub val_size: SplitSize,
     /// Seed that decides which training images are kept for validation.
+    #[default(42)]
     pub split_seed: u64,
     /// Folder with MNIST's four files, plain or .gz. Without it, `VOLTAIC_DATA_DIR`, `data/` of the current folder and of
     /// the source are searched.
@@ -51,36 +55,21 @@ pub struct MnistDataConfig {
     /// Which MNIST to use: `auto`, `full` or `subset`.
     pub set: MnistSet,
     /// Height and width of the images in pixels; above 28 they are padded with black.
+    #[default(28)]
     pub image_size: usize,
     /// Channels of the images; above 1 the grey channel is repeated.
+    #[default(1)]
     pub channels: usize,
     /// Training images are padded by so many pixels and cropped back at a random place; 0 for none.
     pub random_crop_padding: usize,
     /// Mean that is subtracted, on a scale from 0 to 1.
+    #[default(MNIST_MEAN)]
     pub mean: f64,
     /// Standard deviation that is divided by, on a scale from 0 to 1.
+    #[default(MNIST_STD)]
     pub std: f64,
     /// Whether an incomplete last batch of training is left out.
     pub drop_last: bool,
-}
-
-impl Default for MnistDataConfig {
-    fn default() -> Self {
-        Self {
-            batch_size: 64,
-            num_workers: 0,
-            val_size: SplitSize::Fraction(0.1),
-            split_seed: 42,
-            data_dir: None,
-            set: MnistSet::Auto,
-            image_size: 28,
-            channels: 1,
-            random_crop_padding: 0,
-            mean: MNIST_MEAN,
-            std: MNIST_STD,
-            drop_last: false,
-        }
-    }
 }
 
 /// Values of one image; more are a mistake.

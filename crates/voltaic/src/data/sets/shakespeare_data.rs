@@ -6,6 +6,7 @@ use std::sync::Arc;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
+use voltaic_macros::Defaults;
 
 use super::folders;
 use crate::Result;
@@ -20,38 +21,28 @@ use crate::error::{ConfigError, DataError, Error, Problem};
 /// Shakespeare's plays by character, or the one that ships.
 ///
 /// Settings of [`ShakespeareData`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ShakespeareDataConfig {
     /// Blocks of text per batch.
+    #[default(64)]
     pub batch_size: usize,
     /// Characters of a block; by default what the default model for text takes.
+    #[default(64)]
     pub context_length: usize,
     /// Blocks per epoch of training; without it, as many as fit into the text side by side.
     pub samples_per_epoch: Option<usize>,
     /// Part of the text kept for validation, after the training part: characters (20000) or a fraction (0.1).
+    #[default(SplitSize::Fraction(0.1))]
     pub val_size: SplitSize,
     /// Part of the text kept for testing, at its end: characters or a fraction.
+    #[default(SplitSize::Fraction(0.05))]
     pub test_size: SplitSize,
     /// Threads that load ahead; 0 loads on the training thread.
     pub num_workers: usize,
     /// A text of your own, in UTF-8. Without it, Shakespeare's works are searched in `VOLTAIC_DATA_DIR`, in `data/` of the
     /// current folder and of the source; one play ships with the source.
     pub text_file: Option<PathBuf>,
-}
-
-impl Default for ShakespeareDataConfig {
-    fn default() -> Self {
-        Self {
-            batch_size: 64,
-            context_length: 64,
-            samples_per_epoch: None,
-            val_size: SplitSize::Fraction(0.1),
-            test_size: SplitSize::Fraction(0.05),
-            num_workers: 0,
-            text_file: None,
-        }
-    }
 }
 
 /// Blocks per epoch; the list of them has to fit into memory.

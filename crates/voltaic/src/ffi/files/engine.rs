@@ -9,6 +9,7 @@ use std::time::Duration;
 use crossbeam_channel::{Receiver, Sender};
 use schemars::JsonSchema;
 use serde::Deserialize;
+use voltaic_macros::Defaults;
 
 use crate::error::{ConfigError, Error, Result};
 use crate::ffi::files::buffer::{AlignedBuffer, DIRECT_ALIGN};
@@ -46,36 +47,27 @@ impl fmt::Display for FileBackend {
 }
 
 /// How files are read and written: DeepSpeed's section `aio`, with its defaults.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Defaults, Debug, Clone, PartialEq, Eq)]
 pub struct FileOptions {
     /// The system calls.
     pub backend: FileBackend,
     /// Bytes of one piece of a read or write, rounded up to a multiple of [`DIRECT_ALIGN`]; at most 1 GiB.
+    #[default(1 << 20)]
     pub block_size: usize,
     /// Pieces under way at a time, for each of `intra_op_parallelism`.
+    #[default(8)]
     pub queue_depth: usize,
     /// Rings of io_uring; with threads there are `queue_depth` for each, at most 64.
+    #[default(1)]
     pub intra_op_parallelism: usize,
     /// Hands pieces to io_uring one by one, not as many as there are.
     pub single_submit: bool,
     /// Hands further pieces to io_uring as soon as one is done, not when all are.
+    #[default(true)]
     pub overlap_events: bool,
     /// How long a read or write may take.
+    #[default(Duration::from_secs(600))]
     pub timeout: Duration,
-}
-
-impl Default for FileOptions {
-    fn default() -> Self {
-        Self {
-            backend: FileBackend::Auto,
-            block_size: 1 << 20,
-            queue_depth: 8,
-            intra_op_parallelism: 1,
-            single_submit: false,
-            overlap_events: true,
-            timeout: Duration::from_secs(600),
-        }
-    }
 }
 
 /// Threads that read and write files. Transfers are begun in order, and may end in any.

@@ -1,18 +1,16 @@
 //! How the layers of a module are to be divided.
 
+use voltaic_macros::Defaults;
+
 /// Divides a layer by its output features, as PyTorch's `ColwiseParallel`: each rank computes some of them. Of an
 /// [`Embedding`](crate::nn::Embedding) it divides the vectors.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Defaults, Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ColwiseParallel {
+    #[default(1)]
     pub(super) parts: i64,
+    #[default(1)]
     pub(super) unit: i64,
     pub(super) gather_output: bool,
-}
-
-impl Default for ColwiseParallel {
-    fn default() -> Self {
-        Self { parts: 1, unit: 1, gather_output: false }
-    }
 }
 
 impl ColwiseParallel {
@@ -42,15 +40,10 @@ impl ColwiseParallel {
 /// Divides a layer by its input features, as PyTorch's `RowwiseParallel`: each rank computes a part of all outputs, and the parts are
 /// summed. The input is this rank's features, of a column-wise layer before it, or all features, of which the layer takes this rank's.
 /// Of an [`Embedding`](crate::nn::Embedding) it divides the vocabulary.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Defaults, Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowwiseParallel {
+    #[default(1)]
     pub(super) unit: i64,
-}
-
-impl Default for RowwiseParallel {
-    fn default() -> Self {
-        Self { unit: 1 }
-    }
 }
 
 impl RowwiseParallel {

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
+use voltaic_macros::Defaults;
 
 use super::quant_words::{
     HpDtype, MeasureExclude, Observer, QuantFormat, QuantMode, ScaleDevice, ScaleFormat,
@@ -64,7 +65,7 @@ impl LayerList {
 /// Settings of fp8 inference, by the keys of Habana's JSON files.
 ///
 /// Source: Habana Quantization Toolkit's `quant_config.py`, and Intel Neural Compressor's `FP8Config`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct QuantConfig {
     /// Whether layers are measured or quantized.
@@ -94,6 +95,7 @@ pub struct QuantConfig {
     #[serde(deserialize_with = "bool_or_word")]
     pub ignore_modules_wo_measures: bool,
     /// Each rank has files of its own; else one has the largest magnitudes of all. (The original spells it so.)
+    #[default(true)]
     pub seperate_measure_files: bool,
     /// Must be empty.
     pub mod_dict: Map<String, Value>,
@@ -108,31 +110,6 @@ pub struct QuantConfig {
     pub fake_quant: bool,
     /// Must be false.
     pub use_qdq: bool,
-}
-
-impl Default for QuantConfig {
-    fn default() -> Self {
-        Self {
-            mode: QuantMode::default(),
-            observer: Observer::default(),
-            measure_exclude: MeasureExclude::default(),
-            fp8_config: QuantFormat::default(),
-            hp_dtype: None,
-            scale_method: ScaleMethod::default(),
-            scale_params: ScaleParams::default(),
-            allowlist: LayerList::default(),
-            blocklist: LayerList::default(),
-            dump_stats_path: None,
-            ignore_modules_wo_measures: false,
-            seperate_measure_files: true,
-            mod_dict: Map::new(),
-            device_for_scales: None,
-            device_type: None,
-            scale_format: None,
-            fake_quant: false,
-            use_qdq: false,
-        }
-    }
 }
 
 fn bool_or_word<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<bool, D::Error> {

@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize, Serializer};
 use tch::{Kind, Tensor};
+use voltaic_macros::Defaults;
 
 use crate::error::{ConfigError, Result};
 
@@ -146,16 +147,18 @@ const MAX_ROWS: usize = 1 << 16;
 ///
 /// Source: `habana_frameworks.torch.hpex.experimental.transformer_engine.recipe.DelayedScaling`, with its defaults, which differ from
 /// NVIDIA's.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct DelayedScaling {
     /// Powers of two that are kept free below the largest number.
     pub margin: i64,
     /// Forward passes from one making of scales to the next.
+    #[default(1)]
     pub interval: u64,
     /// The formats.
     pub fp8_format: Fp8Format,
     /// Rows of the history, at most 65536.
+    #[default(1)]
     pub amax_history_len: usize,
     /// Which largest magnitude of the history counts.
     pub amax_compute_algo: AmaxComputeAlgo,
@@ -166,22 +169,8 @@ pub struct DelayedScaling {
     #[serde(skip)]
     pub scaling_factor_compute_algo: Option<ScalingFactorFn>,
     /// Whether the largest magnitudes are those of all ranks.
+    #[default(true)]
     pub reduce_amax: bool,
-}
-
-impl Default for DelayedScaling {
-    fn default() -> Self {
-        Self {
-            margin: 0,
-            interval: 1,
-            fp8_format: Fp8Format::E5M2,
-            amax_history_len: 1,
-            amax_compute_algo: AmaxComputeAlgo::MostRecent,
-            override_linear_precision: (false, false, false),
-            scaling_factor_compute_algo: None,
-            reduce_amax: true,
-        }
-    }
 }
 
 /// Scales from the largest magnitude of each tensor itself, in a pass over it before it is cast. Nothing is kept from step to step.

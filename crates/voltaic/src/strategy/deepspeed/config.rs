@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
+use voltaic_macros::Defaults;
 
 use super::inference::{InferenceSettings, TensorParallel, inference_of};
 use super::settings::{DeepSpeedSettings, TITLE};
@@ -30,13 +31,15 @@ const PATH_VARIABLE: &str = "PL_DEEPSPEED_CONFIG_PATH";
 /// let by_file = DeepSpeedStrategy::file("ds.json");
 /// # assert_eq!((strategy.stage, by_file.config.is_some()), (2, true));
 /// ```
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 #[schemars(extend("x-refused" = refused()))]
 pub struct DeepSpeedStrategy {
-    /// Whether optimizer states and more are divided among ranks.
+    /// Whether optimizer states and more are sharded over ranks.
+    #[default(true)]
     pub zero_optimization: bool,
-    /// What is divided: 1 optimizer states, 2 gradients too, 3 weights too.
+    /// What is sharded: 1 optimizer states, 2 gradients too, 3 weights too.
+    #[default(2)]
     pub stage: u64,
     /// Where weights are made: `cpu` or `nvme`. With stage 3 they are made unit by unit in any case, and each rank keeps its shard where
     /// `offload_parameters` says.
@@ -46,48 +49,68 @@ pub struct DeepSpeedStrategy {
     /// Whether weights are kept off the device, with stage 3.
     pub offload_parameters: bool,
     /// Where weights are kept then: `cpu` or `nvme`.
+    #[default("cpu".to_owned())]
     pub offload_params_device: String,
     /// Folder on a fast disk, for `nvme`.
+    #[default("/local_nvme".to_owned())]
     pub nvme_path: String,
     /// Number of buffers for weights, for `nvme`.
+    #[default(5)]
     pub params_buffer_count: u64,
     /// Elements of such a buffer.
+    #[default(100_000_000)]
     pub params_buffer_size: u64,
     /// Most elements of weights that stay in the host's memory, for `nvme`.
+    #[default(1_000_000_000)]
     pub max_in_cpu: u64,
     /// Where optimizer states are kept if they are off the device: `cpu` or `nvme`.
+    #[default("cpu".to_owned())]
     pub offload_optimizer_device: String,
     /// Number of buffers for optimizer states, for `nvme`.
+    #[default(4)]
     pub optimizer_buffer_count: u64,
     /// Bytes of one read or write, for `nvme`.
+    #[default(1_048_576)]
     pub block_size: u64,
     /// Reads and writes under way at a time, for `nvme`.
+    #[default(8)]
     pub queue_depth: u64,
     /// Submits reads and writes one by one.
     pub single_submit: bool,
     /// Submits reads and writes while others are under way.
+    #[default(true)]
     pub overlap_events: bool,
     /// Threads of one read or write.
+    #[default(1)]
     pub thread_count: u64,
     /// Whether memory of the host that is copied from and to is pinned.
     pub pin_memory: bool,
     /// Elements that are updated at a time, with stage 3.
+    #[default(1_000_000_000_000)]
     pub sub_group_size: u64,
     /// Gradients lie in one piece.
+    #[default(true)]
     pub contiguous_gradients: bool,
     /// Gradients travel while backward runs.
+    #[default(true)]
     pub overlap_comm: bool,
     /// Weights are gathered by one collective.
+    #[default(true)]
     pub allgather_partitions: bool,
     /// Each rank gets its part of the gradients only.
+    #[default(true)]
     pub reduce_scatter: bool,
     /// Most elements of weights that travel together; even.
+    #[default(200_000_000)]
     pub allgather_bucket_size: u64,
     /// Most elements of gradients that travel together.
+    #[default(200_000_000)]
     pub reduce_bucket_size: u64,
     /// Takes optimizers that DeepSpeed has not tested.
+    #[default(true)]
     pub zero_allow_untested_optimizer: bool,
     /// Samples of one batch of a rank, to which the batch sizes of a file must fit: a number, or `auto` for the loader's.
+    #[default(Some(Value::from("auto")))]
     pub logging_batch_size_per_gpu: Option<Value>,
     /// Settings as in a DeepSpeed file, or the file's path. The other arguments have no effect then.
     pub config: Option<Value>,
@@ -96,12 +119,16 @@ pub struct DeepSpeedStrategy {
     /// Constant factor of the loss with float16; 0 for a dynamic one.
     pub loss_scale: f64,
     /// The dynamic factor begins with 2 to the power of this.
+    #[default(16)]
     pub initial_scale_power: u64,
     /// Steps without overflow after which the factor doubles.
+    #[default(1000)]
     pub loss_scale_window: u64,
     /// Overflows before the factor is halved.
+    #[default(2)]
     pub hysteresis: u64,
     /// Least factor.
+    #[default(1)]
     pub min_loss_scale: u64,
     /// Divides inputs of checkpointed segments among the ranks of a model-parallel group; without one they stay whole.
     pub partition_activations: bool,
@@ -118,9 +145,11 @@ pub struct DeepSpeedStrategy {
     /// The devices, which must be those of `trainer.devices`: their number, or a list.
     pub parallel_devices: Option<Value>,
     /// Seconds that ranks wait for each other.
+    #[default(crate::distributed::DEFAULT_TIMEOUT.as_secs_f64())]
     pub timeout_secs: f64,
-    /// With stage 3: after a fit or an evaluation the module is whole on each rank; without, it stays divided,
+    /// With stage 3: after a fit or an evaluation the module is unsharded on each rank; without, it stays sharded,
     /// and each evaluation divides it again.
+    #[default(true)]
     pub gather_after_fit: bool,
     /// Leaves frozen parameters out of checkpoints.
     pub exclude_frozen_parameters: bool,
@@ -143,66 +172,6 @@ pub struct DeepSpeedStrategy {
     pub checkpoint: Option<String>,
     /// Folder that `checkpoint` is in.
     pub base_dir: Option<String>,
-}
-
-impl Default for DeepSpeedStrategy {
-    fn default() -> Self {
-        Self {
-            zero_optimization: true,
-            stage: 2,
-            remote_device: None,
-            offload_optimizer: false,
-            offload_parameters: false,
-            offload_params_device: "cpu".to_owned(),
-            nvme_path: "/local_nvme".to_owned(),
-            params_buffer_count: 5,
-            params_buffer_size: 100_000_000,
-            max_in_cpu: 1_000_000_000,
-            offload_optimizer_device: "cpu".to_owned(),
-            optimizer_buffer_count: 4,
-            block_size: 1_048_576,
-            queue_depth: 8,
-            single_submit: false,
-            overlap_events: true,
-            thread_count: 1,
-            pin_memory: false,
-            sub_group_size: 1_000_000_000_000,
-            contiguous_gradients: true,
-            overlap_comm: true,
-            allgather_partitions: true,
-            reduce_scatter: true,
-            allgather_bucket_size: 200_000_000,
-            reduce_bucket_size: 200_000_000,
-            zero_allow_untested_optimizer: true,
-            logging_batch_size_per_gpu: Some(Value::from("auto")),
-            config: None,
-            logging_level: None,
-            loss_scale: 0.0,
-            initial_scale_power: 16,
-            loss_scale_window: 1000,
-            hysteresis: 2,
-            min_loss_scale: 1,
-            partition_activations: false,
-            cpu_checkpointing: false,
-            contiguous_memory_optimization: false,
-            synchronize_checkpoint_boundary: false,
-            load_full_weights: false,
-            process_group_backend: None,
-            parallel_devices: None,
-            timeout_secs: crate::distributed::DEFAULT_TIMEOUT.as_secs_f64(),
-            exclude_frozen_parameters: false,
-            gather_after_fit: true,
-            allow_differences: Vec::new(),
-            tensor_parallel: None,
-            dtype: None,
-            replace_with_kernel_inject: None,
-            enable_cuda_graph: None,
-            injection_policy: None,
-            replace_method: None,
-            checkpoint: None,
-            base_dir: None,
-        }
-    }
 }
 
 /// Arguments of inference.

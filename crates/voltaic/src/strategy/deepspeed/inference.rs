@@ -8,6 +8,7 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value, json};
 use tch::Kind;
+use voltaic_macros::Defaults;
 
 use crate::config::{Document, schema_of};
 use crate::distributed::ParallelDims;
@@ -67,7 +68,7 @@ pub(crate) fn selects_inference(key: &str, value: &Value) -> bool {
 }
 
 /// Section `tensor_parallel`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 #[schemars(extend("x-refused" = json!({
     "mpu": {"what": "an object of Python", "remedy": "remove it: groups are made by the trainer"},
@@ -75,19 +76,16 @@ pub(crate) fn selects_inference(key: &str, value: &Value) -> bool {
 })))]
 pub struct TensorParallel {
     /// Whether layers are divided.
+    #[default(true)]
     pub enabled: bool,
     /// Ranks that have slices of the same layers.
     #[schemars(range(min = 1))]
+    #[default(1)]
     pub tp_size: u64,
     /// Features are divided in pieces of so many, where there are enough.
     #[schemars(range(min = 1))]
+    #[default(64)]
     pub tp_grain_size: u64,
-}
-
-impl Default for TensorParallel {
-    fn default() -> Self {
-        Self { enabled: true, tp_size: 1, tp_grain_size: 64 }
-    }
 }
 
 impl TensorParallel {

@@ -6,6 +6,7 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
 use tch::Kind;
+use voltaic_macros::Defaults;
 
 use super::batch::BatchSizes;
 use super::classes::{OptimizerSection, SchedulerSection};
@@ -22,7 +23,7 @@ use crate::strategy::zero::config::GradientReduction;
 pub(super) const TITLE: &str = "DeepSpeed file";
 
 /// The settings of a DeepSpeed file.
-#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(extend("x-refused" = refused(), "x-no-effect" = no_effect(), "x-old-names" = json!({"bfloat16": "bf16"}),
     "x-ignores-unknown" = "DeepSpeed"))]
@@ -36,6 +37,7 @@ pub(crate) struct DeepSpeedSettings {
     /// Batches of an optimizer step, which the trainer counts here.
     pub gradient_accumulation_steps: Option<Value>,
     /// Whether DeepSpeed counts the batches of an optimizer step.
+    #[default(true)]
     pub managed_gradient_accumulation: bool,
     /// Limit of the norm of the gradients; the trainer's unless set.
     #[schemars(range(min = 0))]
@@ -48,8 +50,10 @@ pub(crate) struct DeepSpeedSettings {
     pub prescale_gradients: bool,
     /// By what gradients are divided before they are added up.
     #[schemars(extend("exclusiveMinimum" = 0))]
+    #[default(1.0)]
     pub gradient_predivide_factor: f64,
     /// Mean or sum of the ranks' gradients.
+    #[default(ReduceOp::Mean)]
     pub gradient_allreduce_op: ReduceOp,
     /// Takes optimizers that DeepSpeed has not tested.
     pub zero_allow_untested_optimizer: bool,
@@ -91,38 +95,6 @@ pub(crate) struct DeepSpeedSettings {
     /// Those of them that DeepSpeed does not have, as mistakes beside others.
     #[serde(skip)]
     pub unknown_keys: Vec<ConfigProblem>,
-}
-
-impl Default for DeepSpeedSettings {
-    fn default() -> Self {
-        Self {
-            train_batch_size: None,
-            train_micro_batch_size_per_gpu: None,
-            gradient_accumulation_steps: None,
-            managed_gradient_accumulation: true,
-            gradient_clipping: None,
-            communication_data_type: None,
-            prescale_gradients: false,
-            gradient_predivide_factor: 1.0,
-            gradient_allreduce_op: ReduceOp::Mean,
-            zero_allow_untested_optimizer: false,
-            data_types: DataTypes::default(),
-            fp16: Fp16::default(),
-            bf16: Bf16::default(),
-            zero: ZeroSection::default(),
-            optimizer_section: OptimizerSection::default(),
-            scheduler_section: SchedulerSection::default(),
-            activation_checkpointing: ActivationCheckpointing::default(),
-            aio: Aio::default(),
-            checkpoint: CheckpointSection::default(),
-            tensor_parallel: TensorParallelSection::default(),
-            optimizer: None,
-            scheduler: None,
-            names_precision: false,
-            notes: Vec::new(),
-            unknown_keys: Vec::new(),
-        }
-    }
 }
 
 fn refused() -> Value {
@@ -219,29 +191,19 @@ pub(crate) struct Fp16 {
 }
 
 /// Section `bf16`: bfloat16 weights.
-#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(extend("x-no-effect" = json!({"immediate_grad_update": "gradients are always taken as they appear"})))]
 pub(crate) struct Bf16 {
     /// Whether weights are bfloat16.
     pub enabled: bool,
     /// Steps whose gradients are not finite are left out.
+    #[default(true)]
     pub check_grad_overflow: bool,
     /// Optimizer states are bfloat16, too; goes with the next key.
     pub bf16_optimizer_states: bool,
     /// There are no master weights.
     pub bf16_master_weights_and_grads: bool,
-}
-
-impl Default for Bf16 {
-    fn default() -> Self {
-        Self {
-            enabled: false,
-            check_grad_overflow: true,
-            bf16_optimizer_states: false,
-            bf16_master_weights_and_grads: false,
-        }
-    }
 }
 
 /// Section `activation_checkpointing`: how segments are run that a module checkpoints.

@@ -3,56 +3,69 @@
 use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Value, json};
+use voltaic_macros::Defaults;
 
 use crate::config::Document;
 use crate::strategy::offload::{self, OffloadDevice, OffloadOptimizer, OffloadParam};
 
 /// Section `zero_optimization` with DeepSpeed's defaults.
-#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(extend("x-refused" = refused(), "x-no-effect" = no_effect(), "x-old-names" = old_names()))]
 pub(crate) struct ZeroSection {
-    /// What is divided: 1 optimizer states, 2 gradients too, 3 weights too.
+    /// What is sharded: 1 optimizer states, 2 gradients too, 3 weights too.
     pub stage: u64,
     /// Most elements of gradients that travel together.
     #[schemars(range(min = 1))]
+    #[default(500_000_000)]
     pub reduce_bucket_size: u64,
     /// Most elements of weights that travel together; even.
     #[schemars(range(min = 1))]
+    #[default(500_000_000)]
     pub allgather_bucket_size: u64,
     /// Each rank gets its part of the gradients only.
+    #[default(true)]
     pub reduce_scatter: bool,
     /// Gradients travel while backward runs; by the stage unless set.
     pub overlap_comm: Option<bool>,
     /// Most elements that are updated at a time, with stage 3 and an offload.
     #[schemars(range(min = 1))]
+    #[default(1_000_000_000)]
     pub sub_group_size: u64,
     /// Most elements of weights that are gathered ahead of use.
     #[serde(rename = "stage3_prefetch_bucket_size")]
+    #[default(50_000_000)]
     pub prefetch_bucket_size: u64,
     /// Parameters of at most so many elements stay whole.
     #[serde(rename = "stage3_param_persistence_threshold")]
+    #[default(100_000)]
     pub param_persistence_threshold: u64,
     /// Most elements of all parameters that stay whole.
     #[serde(rename = "stage3_model_persistence_threshold")]
+    #[default(i64::MAX as u64)]
     pub model_persistence_threshold: u64,
     /// Most elements of weights that are gathered at a time.
     #[serde(rename = "stage3_max_live_parameters")]
+    #[default(1_000_000_000)]
     pub max_live_parameters: u64,
     /// Weights that are used again within so many elements stay gathered.
     #[serde(rename = "stage3_max_reuse_distance")]
+    #[default(1_000_000_000)]
     pub max_reuse_distance: u64,
     /// Checkpoints have the whole weights in 16 bits.
     #[serde(rename = "stage3_gather_16bit_weights_on_model_save")]
     pub gather_16bit_weights_on_model_save: bool,
     /// Parameters without a gradient are left alone.
+    #[default(true)]
     pub ignore_unused_parameters: bool,
     /// Modules that are gathered and reduced as a whole.
     pub leaf_module: LeafModules,
     /// The norm of the gradients is computed.
+    #[default(true)]
     pub compute_grad_norm: bool,
     /// Parts of ranks within a node, which hold the weights once more.
     #[schemars(range(min = 1))]
+    #[default(1)]
     pub zero_hpz_partition_size: u64,
     /// Where optimizer states are kept.
     pub offload_optimizer: OffloadOptimizer,
@@ -62,33 +75,6 @@ pub(crate) struct ZeroSection {
     pub cpu_offload: bool,
     /// As `offload_param` with device `cpu`.
     pub cpu_offload_param: bool,
-}
-
-impl Default for ZeroSection {
-    fn default() -> Self {
-        Self {
-            stage: 0,
-            reduce_bucket_size: 500_000_000,
-            allgather_bucket_size: 500_000_000,
-            reduce_scatter: true,
-            overlap_comm: None,
-            sub_group_size: 1_000_000_000,
-            prefetch_bucket_size: 50_000_000,
-            param_persistence_threshold: 100_000,
-            model_persistence_threshold: i64::MAX as u64,
-            max_live_parameters: 1_000_000_000,
-            max_reuse_distance: 1_000_000_000,
-            gather_16bit_weights_on_model_save: false,
-            ignore_unused_parameters: true,
-            leaf_module: LeafModules::default(),
-            compute_grad_norm: true,
-            zero_hpz_partition_size: 1,
-            offload_optimizer: OffloadOptimizer::default(),
-            offload_param: OffloadParam::default(),
-            cpu_offload: false,
-            cpu_offload_param: false,
-        }
-    }
 }
 
 fn refused() -> Value {

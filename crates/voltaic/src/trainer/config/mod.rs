@@ -11,6 +11,7 @@ use std::path::PathBuf;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize};
+use voltaic_macros::Defaults;
 
 use crate::accelerator::{AcceleratorConfig, Devices};
 use crate::callback::TimeSpan;
@@ -51,7 +52,7 @@ fn refused() -> serde_json::Value {
 }
 
 /// Switches of a run, with Lightning's names and defaults.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 #[schemars(extend("x-refused" = refused(), "x-no-effect" = serde_json::json!({"model_registry": "models are not uploaded"})))]
 pub struct TrainerConfig {
@@ -59,15 +60,20 @@ pub struct TrainerConfig {
     /// `HPUAccelerator` is read as its name.
     #[serde(deserialize_with = "AcceleratorConfig::name")]
     #[schemars(with = "AcceleratorConfig")]
+    #[default("auto".to_owned())]
     pub accelerator: String,
     /// How many devices: a number, or `auto`.
+    #[default(Devices::Text("auto".to_owned()))]
     pub devices: Devices,
     /// Nodes, on each of which the same command is started; 1 unless set.
+    #[default(1)]
     pub num_nodes: u64,
     /// How training is spread over ranks: `auto`, `single_device`, `hpu_single`, `ddp`, `hpu_ddp`, `hpu_parallel`, `zero1`, `zero2`,
     /// `zero3`, `deepspeed`, `hpu_deepspeed` (also with `_stage_1`, `_stage_2` or `_stage_3`), or a class with settings.
+    #[default(StrategyConfig::Name("auto".to_owned()))]
     pub strategy: StrategyConfig,
     /// Divide the samples of loaders among the ranks.
+    #[default(true)]
     pub use_distributed_sampler: bool,
     /// Batch normalisation over the batches of all ranks.
     pub sync_batchnorm: bool,
@@ -81,10 +87,12 @@ pub struct TrainerConfig {
     /// Train at least so many epochs, whatever asks to stop.
     pub min_epochs: Option<u64>,
     /// Stop after so many optimizer steps; -1 for no limit.
+    #[default(-1)]
     pub max_steps: i64,
     /// Train at least so many optimizer steps, whatever asks to stop.
     pub min_steps: Option<u64>,
     /// Run a few batches of everything to try it out: `true` for one, or a number. Saves nothing.
+    #[default(FastDevRun::Flag(false))]
     pub fast_dev_run: FastDevRun,
     /// Training batches per epoch: a number, or a fraction of all.
     pub limit_train_batches: Option<Limit>,
@@ -98,12 +106,14 @@ pub struct TrainerConfig {
     /// (`DD:HH:MM:SS` or `{minutes: 10}`); 1.0 unless set.
     pub val_check_interval: Option<ValCheckInterval>,
     /// Validate every so many epochs; null counts `val_check_interval` across epochs.
+    #[default(Some(1))]
     pub check_val_every_n_epoch: Option<u64>,
     /// Validation batches run before training to find mistakes early; -1 for all. 2 unless set.
     pub num_sanity_val_steps: Option<i64>,
     /// Optimizer steps between two rows of the loggers; 0 for none. 50 unless set.
     pub log_every_n_steps: Option<u64>,
     /// Batches whose gradients are added up before an optimizer step.
+    #[default(1)]
     pub accumulate_grad_batches: u64,
     /// Limit for the gradients; none unless set.
     pub gradient_clip_val: Option<f64>,
@@ -140,6 +150,7 @@ pub struct TrainerConfig {
     pub reload_dataloaders_every_n_epochs: u64,
     /// Train and validate on these batches only, a number or a fraction: the same in each epoch, without shuffling, and with
     /// the same random crops and transforms; 0 for no.
+    #[default(Limit::Fraction(0.0))]
     pub overfit_batches: Limit,
     /// Stop after so much time: `DD:HH:MM:SS` or `{hours: 12}`.
     pub max_time: Option<TimeSpan>,
@@ -148,6 +159,7 @@ pub struct TrainerConfig {
     /// Whether cuDNN tries its kernels out to find the fastest. For the whole process.
     pub benchmark: Option<bool>,
     /// Run validate, test and predict in inference mode rather than only without grad; never on an HPU.
+    #[default(true)]
     pub inference_mode: bool,
     /// Measure how long each part of the run takes: `simple` for the time of each action, `advanced` for how it is spread and
     /// nested, or a class with settings. Nothing unless set.
@@ -158,6 +170,7 @@ pub struct TrainerConfig {
     /// and `log`.
     pub barebones: bool,
     /// Give the module's hyper-parameters to the loggers.
+    #[default(true)]
     pub enable_autolog_hparams: bool,
     /// On SIGTERM and Ctrl-C, save `on_signal.ckpt` beside the checkpoints before the run ends.
     pub save_on_signal: bool,
@@ -174,57 +187,5 @@ impl TrainerConfig {
     /// Which loggers the run has.
     pub(crate) fn loggers(&self) -> Loggers {
         self.logger.clone().unwrap_or(Loggers::Flag(true))
-    }
-}
-
-impl Default for TrainerConfig {
-    fn default() -> Self {
-        Self {
-            accelerator: "auto".to_owned(),
-            devices: Devices::Text("auto".to_owned()),
-            num_nodes: 1,
-            strategy: StrategyConfig::Name("auto".to_owned()),
-            use_distributed_sampler: true,
-            sync_batchnorm: false,
-            max_restarts: 0,
-            precision: None,
-            max_epochs: None,
-            min_epochs: None,
-            max_steps: -1,
-            min_steps: None,
-            fast_dev_run: FastDevRun::Flag(false),
-            limit_train_batches: None,
-            limit_val_batches: None,
-            limit_test_batches: None,
-            limit_predict_batches: None,
-            val_check_interval: None,
-            check_val_every_n_epoch: Some(1),
-            num_sanity_val_steps: None,
-            log_every_n_steps: None,
-            accumulate_grad_batches: 1,
-            gradient_clip_val: None,
-            gradient_clip_algorithm: None,
-            graph: GraphMode::Off,
-            compile: None,
-            activation_checkpointing: None,
-            logger: None,
-            callbacks: Vec::new(),
-            plugins: Vec::new(),
-            enable_checkpointing: None,
-            enable_progress_bar: None,
-            enable_model_summary: None,
-            reload_dataloaders_every_n_epochs: 0,
-            overfit_batches: Limit::Fraction(0.0),
-            max_time: None,
-            deterministic: None,
-            benchmark: None,
-            inference_mode: true,
-            profiler: None,
-            detect_anomaly: false,
-            barebones: false,
-            enable_autolog_hparams: true,
-            save_on_signal: false,
-            default_root_dir: None,
-        }
     }
 }

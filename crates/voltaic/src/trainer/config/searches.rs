@@ -2,6 +2,7 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use voltaic_macros::Defaults;
 
 use crate::error::{ConfigError, ConfigProblem};
 
@@ -20,34 +21,26 @@ pub enum LrGrowth {
 }
 
 /// What [`Trainer::lr_find`](crate::trainer::Trainer::lr_find) tries.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LearningRateFinderConfig {
     /// Smallest learning rate.
+    #[default(1e-8)]
     pub min_lr: f64,
     /// Largest learning rate.
+    #[default(1.0)]
     pub max_lr: f64,
     /// Training steps.
+    #[default(100)]
     pub num_training_steps: u64,
     /// How the learning rate grows: `exponential` or `linear`.
     pub mode: LrGrowth,
     /// Stop when the smoothed loss is so many times the best; null for never.
+    #[default(Some(4.0))]
     pub early_stop_threshold: Option<f64>,
     /// Train with what is found; otherwise it is only reported and plotted.
+    #[default(true)]
     pub update_attr: bool,
-}
-
-impl Default for LearningRateFinderConfig {
-    fn default() -> Self {
-        Self {
-            min_lr: 1e-8,
-            max_lr: 1.0,
-            num_training_steps: 100,
-            mode: LrGrowth::Exponential,
-            early_stop_threshold: Some(4.0),
-            update_attr: true,
-        }
-    }
 }
 
 impl LearningRateFinderConfig {
@@ -96,34 +89,26 @@ pub enum BatchSizeSearch {
 }
 
 /// What [`Trainer::scale_batch_size`](crate::trainer::Trainer::scale_batch_size) tries.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct BatchSizeFinderConfig {
     /// How the batch size grows: `power` or `binsearch`.
     pub mode: BatchSizeSearch,
     /// Steps with each batch size.
+    #[default(3)]
     pub steps_per_trial: u64,
     /// The first batch size.
+    #[default(2)]
     pub init_val: usize,
     /// Most batch sizes that are tried.
+    #[default(25)]
     pub max_trials: u64,
     /// Part of the batch size that is left free after `binsearch`, since a run may need more memory than a trial.
+    #[default(0.05)]
     pub margin: f64,
     /// Largest batch size.
+    #[default(8192)]
     pub max_val: usize,
-}
-
-impl Default for BatchSizeFinderConfig {
-    fn default() -> Self {
-        Self {
-            mode: BatchSizeSearch::Power,
-            steps_per_trial: 3,
-            init_val: 2,
-            max_trials: 25,
-            margin: 0.05,
-            max_val: 8192,
-        }
-    }
 }
 
 impl BatchSizeFinderConfig {
