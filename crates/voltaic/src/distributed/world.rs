@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use tch::Tensor;
+use voltaic_macros::Defaults;
 
 use super::connect::JoinOptions;
 use super::facts::{Facts, differences};
@@ -32,11 +33,12 @@ pub fn is_global_zero() -> bool {
 /// The ranks of a run, and which of them this process is.
 ///
 /// Of a process alone it is rank 0 of 1 without a group, and nothing is exchanged.
-#[derive(Debug, Clone)]
+#[derive(Defaults, Debug, Clone)]
 pub struct World {
     /// Global rank of this process.
     pub rank: usize,
     /// Ranks on all nodes.
+    #[default(1)]
     pub world_size: usize,
     /// Rank within the node.
     pub local_rank: usize,
@@ -47,24 +49,7 @@ pub struct World {
     group: Option<Arc<ProcessGroup>>,
     mesh: DeviceMesh,
     store: Option<Arc<RunStore>>,
-    forgetful_run: Option<String>,
-}
-
-impl Default for World {
-    /// A single process.
-    fn default() -> Self {
-        Self {
-            rank: 0,
-            world_size: 1,
-            local_rank: 0,
-            node_rank: 0,
-            attempt: 0,
-            group: None,
-            mesh: DeviceMesh::default(),
-            store: None,
-            forgetful_run: None,
-        }
-    }
+    hosted_elastic_run: Option<String>,
 }
 
 impl World {
@@ -102,7 +87,7 @@ impl World {
             mesh: DeviceMesh::new(ParallelDims::data_parallel(placement.world_size), Some(&group))?,
             group: Some(group),
             store: Some(Arc::new(run)),
-            forgetful_run: placement.elastic_run.clone().filter(|_| placement.hosts_store),
+            hosted_elastic_run: placement.elastic_run.clone().filter(|_| placement.hosts_store),
         })
     }
 
@@ -188,8 +173,8 @@ impl World {
     }
 
     /// torchrun's name of the run, on the rank whose end is the end of the store although it may be started again.
-    pub(crate) fn forgetful_run(&self) -> Option<&str> {
-        self.forgetful_run.as_deref()
+    pub(crate) fn hosted_elastic_run(&self) -> Option<&str> {
+        self.hosted_elastic_run.as_deref()
     }
 
     /// Returns when all ranks have called it; at once for a process alone.

@@ -6,7 +6,7 @@ use super::hook_context::HookContext;
 use crate::error::{ConfigError, Result};
 use crate::optim::{Optimizer, ParamGroup, ParamValue};
 
-/// Values of one trained parameter by its fqn, also of parameters that ranks have parts of. The optimizers have the same functions
+/// Values of one trained parameter by its fqn, also of parameters that ranks have shards of. The optimizers have the same functions
 /// ([`Optimizer::full_value`]), for hooks that get one.
 ///
 /// ```
@@ -54,7 +54,7 @@ impl HookContext<'_> {
     /// Writes the gradient that the next step takes. DeepSpeed's `safe_set_full_grad`.
     ///
     /// # Errors
-    /// As [`HookContext::set_full_fp32_param`]; if states are divided, and there is none yet.
+    /// As [`HookContext::set_full_fp32_param`]; if states are sharded, and there is none yet.
     pub fn set_full_grad(&mut self, fqn: &str, values: &Tensor) -> Result<()> {
         self.optimizer_of_mut(fqn)?.set_full_value(fqn, ParamValue::Gradient, values)
     }

@@ -108,8 +108,6 @@ pub use layers::sync_batch_norm::SyncBatchNorm;
 pub(crate) use metric::refuse_shape;
 pub use metric::{Metric, MetricState, Reduction};
 pub(crate) use misfit::with_fqn;
-#[allow(deprecated)]
-pub use modes::mode_changed;
 pub use modes::set_training;
 pub(crate) use modes::{
     ModeNumbers, ModuleKind, NumberHash, each_parameter, set_training_modes, training_modes,
@@ -119,6 +117,7 @@ pub(crate) use module::identity;
 pub use module::{AsCode, AsModule, ModuleCode};
 pub use module::{Forward, Member, Module};
 pub(crate) use named::{is_member, modules_named};
+pub(crate) use parameter::GradShare;
 pub use parameter::{Gather, Logical, Parameter};
 pub(crate) use running_statistics::{EqualBatches, has_running_statistics, reset_running_statistics};
 pub use sequential::Sequential;

@@ -3,10 +3,6 @@
 use super::module::{Member, Module};
 use super::parameter::Parameter;
 
-/// Has no effect: graphs look at the modes of the modules themselves.
-#[deprecated(note = "graphs look at the modes at each call; a hand-written set_training need not tell them")]
-pub fn mode_changed() {}
-
 /// Sets the mode of `module` and of all modules below it.
 pub fn set_training(module: &mut dyn Module, training: bool) {
     module.set_training(training);

@@ -22,7 +22,7 @@ pub trait Gather: fmt::Debug + Send + Sync {
     /// the strategy takes it away again, mostly at the end of the step.
     ///
     /// # Collective
-    /// If weights are divided among ranks: all ranks must touch the same weights in the same order.
+    /// If weights are sharded over ranks: all ranks must touch the same weights in the same order.
     ///
     /// # Errors
     /// Why the weight cannot be gathered.
@@ -74,7 +74,7 @@ pub(super) fn take_made() -> Vec<Parameter> {
 /// A handle: clones and tied weights share one libtorch tensor, and moving it to another device or dtype keeps its
 /// identity, so that optimizers that hold it keep working. Layers reach their weights only through this type.
 ///
-/// A strategy may keep a weight elsewhere, in parts on several ranks or on the host, while it is not used: the parameter
+/// A strategy may keep a weight elsewhere, sharded over several ranks or on the host, while it is not used: the parameter
 /// is *away* then. Its size, dtype, name and gradient are there; its values are gathered when they are touched, by
 /// [`Parameter::tensor`] or by using the parameter as the tensor that it derefs to. Views of the values and detached
 /// tensors are then good until the end of the step only: copy what must last.
@@ -105,6 +105,19 @@ struct State {
     gather: Option<(Arc<dyn Gather>, Logical)>,
     /// Of a weight of which this rank has a slice.
     shard: Option<Arc<TensorShard>>,
+    grad_share: GradShare,
+}
+
+/// What this rank has in [`Parameter::grad`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum GradShare {
+    /// The gradient.
+    #[default]
+    All,
+    /// A shard of it, which an optimizer updates a shard of the weight with.
+    Shard,
+    /// Nothing, once it has been reduced: ranks have shards of it elsewhere.
+    Nothing,
 }
 
 /// What a weight is as a whole, wherever its values are.
@@ -190,7 +203,7 @@ impl Parameter {
         if ffi::is_recording() {
             let name = self.fqn().unwrap_or_else(|| Arc::from("a parameter"));
             ffi::refuse_recording(&format!(
-                "{name} is used, which the strategy keeps in parts: a replay would not gather it; run without graphs, or with a strategy that leaves the weights whole"
+                "{name} is used, which the strategy shards: a replay would not unshard it; run without graphs, or with a strategy that does not shard weights"
             ));
         }
         if !self.is_away() {
@@ -394,6 +407,16 @@ impl Parameter {
     /// The gradient; undefined if there is none.
     pub fn grad(&self) -> Tensor {
         self.tensor.grad()
+    }
+
+    /// What this rank has of the gradient after a backward pass.
+    pub(crate) fn grad_share(&self) -> GradShare {
+        self.state().grad_share
+    }
+
+    /// Said by a strategy that shards gradients.
+    pub(crate) fn set_grad_share(&self, share: GradShare) {
+        self.state().grad_share = share;
     }
 
     /// Replaces device, dtype or values, keeping the handle's identity. A gradient of the old kind is dropped.

@@ -1,76 +1,27 @@
 //! Gradient clipping.
 
-use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
-use std::sync::{PoisonError, RwLock};
-
 use tch::Tensor;
 
 use super::param_group::ParamGroup;
 use crate::error::{ConfigError, Result};
 use crate::ffi::{self, TensorList};
+use crate::nn::{GradShare, Parameter};
 
-/// Leaves whose gradients are divided among ranks, by id: how often that was said, and what there is of their gradients.
-static DIVIDED: RwLock<BTreeMap<usize, (usize, GradShare)>> = RwLock::new(BTreeMap::new());
-
-/// What a tensor has of a gradient that is divided.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum GradShare {
-    /// Nothing, once it has travelled.
-    Nothing,
-    /// The part of this rank.
-    Part,
-}
-
-/// Marks the gradients of these leaves as divided among ranks while it lives. A norm over this rank's parts would not be theirs.
-#[derive(Debug, Default)]
-pub(crate) struct DividedLeaves(Vec<usize>);
-
-impl DividedLeaves {
-    pub(crate) fn new<'a>(leaves: impl IntoIterator<Item = (&'a Tensor, GradShare)>) -> Result<Self> {
-        let mut own = Self::default();
-        for (leaf, share) in leaves {
-            let id = ffi::tensor_id(leaf)?;
-            let mut divided = DIVIDED.write().unwrap_or_else(PoisonError::into_inner);
-            divided.entry(id).or_insert((0, share)).0 += 1;
-            own.0.push(id);
-        }
-        Ok(own)
-    }
-}
-
-impl Drop for DividedLeaves {
-    fn drop(&mut self) {
-        let mut divided = DIVIDED.write().unwrap_or_else(PoisonError::into_inner);
-        for id in &self.0 {
-            if let Entry::Occupied(mut entry) = divided.entry(*id) {
-                entry.get_mut().0 -= 1;
-                if entry.get().0 == 0 {
-                    entry.remove();
-                }
-            }
-        }
-    }
-}
-
-/// An error if some of these tensors have less of their gradients than is needed.
-fn check_whole<'a>(
+/// The leaves of these parameters. An error if some have less of their gradients than `is_enough` says.
+fn leaves_of<'a>(
     function: &'static str,
-    params: impl IntoIterator<Item = &'a Tensor>,
+    params: impl IntoIterator<Item = &'a Parameter>,
     is_enough: impl Fn(GradShare) -> bool,
-) -> Result<()> {
-    let divided = DIVIDED.read().unwrap_or_else(PoisonError::into_inner);
-    if divided.is_empty() {
-        return Ok(());
-    }
-    for leaf in params {
-        if divided.get(&ffi::tensor_id(leaf)?).is_some_and(|(_, share)| !is_enough(*share)) {
-            let what = "the gradients are divided among the ranks, and are not in these tensors";
+) -> Result<Vec<&'a Tensor>> {
+    let leaf = |parameter: &'a Parameter| match is_enough(parameter.grad_share()) {
+        true => Ok(parameter.leaf()),
+        false => {
+            let what = "the gradients are sharded over the ranks, and are not in these parameters";
             let remedy = "call grad_norm or clip of the optimizer, or set trainer.gradient_clip_val";
-            return Err(ConfigError::new(function, what, remedy).into());
+            Err(ConfigError::new(function, what, remedy).into())
         }
-    }
-    Ok(())
+    };
+    params.into_iter().map(leaf).collect()
 }
 
 /// A limit for gradients.
@@ -89,7 +40,7 @@ impl GradientClip {
     /// # Errors
     /// [`ConfigError`] if the limit is negative or NaN.
     pub fn apply(self, groups: &[ParamGroup]) -> Result<Option<Tensor>> {
-        let params = groups.iter().flat_map(|group| group.params()).map(|(_, parameter)| parameter.leaf());
+        let params = groups.iter().flat_map(|group| group.params()).map(|(_, parameter)| parameter);
         match self {
             Self::Norm(max_norm) => clip_grad_norm(params, max_norm).map(Some),
             Self::Value(value) => clip_grad_value(params, value).map(|()| None),
@@ -106,9 +57,9 @@ impl GradientClip {
 /// Same result as `torch.nn.utils.clip_grad_norm_` with `norm_type=2`; see [`clip_grad_norm_of_type`] for others.
 ///
 /// # Errors
-/// [`ConfigError`] if `max_norm` is negative or NaN; if the gradients are divided among ranks (ZeRO):
+/// [`ConfigError`] if `max_norm` is negative or NaN; if the gradients are sharded over ranks (ZeRO):
 /// [`Optimizer::clip`](super::Optimizer::clip) takes the norm of all.
-pub fn clip_grad_norm<'a>(params: impl IntoIterator<Item = &'a Tensor>, max_norm: f64) -> Result<Tensor> {
+pub fn clip_grad_norm<'a>(params: impl IntoIterator<Item = &'a Parameter>, max_norm: f64) -> Result<Tensor> {
     clip_grad_norm_of_type(params, max_norm, 2.0)
 }
 
@@ -117,14 +68,12 @@ pub fn clip_grad_norm<'a>(params: impl IntoIterator<Item = &'a Tensor>, max_norm
 /// # Errors
 /// [`ConfigError`] if `max_norm` is negative or NaN, or `norm_type` is NaN.
 pub fn clip_grad_norm_of_type<'a>(
-    params: impl IntoIterator<Item = &'a Tensor>,
+    params: impl IntoIterator<Item = &'a Parameter>,
     max_norm: f64,
     norm_type: f64,
 ) -> Result<Tensor> {
     check_bound(max_norm)?;
-    let params: Vec<&Tensor> = params.into_iter().collect();
-    check_whole("clip_grad_norm", params.iter().copied(), |_| false)?;
-    let grads = grads_of(params)?;
+    let grads = grads_of(leaves_of("clip_grad_norm", params, |share| share == GradShare::All)?)?;
     let norm = norm_of(&grads, norm_type)?;
     scale_to_norm(&grads, &norm, max_norm)?;
     Ok(norm)
@@ -161,16 +110,14 @@ fn scale_to_norm(grads: &[Grads], norm: &Tensor, max_norm: f64) -> Result<()> {
 /// Same result as `torch.nn.utils.get_total_norm` of the gradients.
 ///
 /// # Errors
-/// [`ConfigError`] if `norm_type` is NaN; if the gradients are divided among ranks (ZeRO):
+/// [`ConfigError`] if `norm_type` is NaN; if the gradients are sharded over ranks (ZeRO):
 /// [`Optimizer::grad_norm`](super::Optimizer::grad_norm) takes the norm of all.
-pub fn grad_norm<'a>(params: impl IntoIterator<Item = &'a Tensor>, norm_type: f64) -> Result<Tensor> {
-    let params: Vec<&Tensor> = params.into_iter().collect();
-    check_whole("grad_norm", params.iter().copied(), |_| false)?;
-    part_norm(params, norm_type)
+pub fn grad_norm<'a>(params: impl IntoIterator<Item = &'a Parameter>, norm_type: f64) -> Result<Tensor> {
+    local_norm(leaves_of("grad_norm", params, |share| share == GradShare::All)?, norm_type)
 }
 
-/// The same of what this rank has of gradients that are divided.
-pub(crate) fn part_norm<'a>(params: impl IntoIterator<Item = &'a Tensor>, norm_type: f64) -> Result<Tensor> {
+/// The same of what this rank has of the gradients of these leaves.
+pub(crate) fn local_norm<'a>(params: impl IntoIterator<Item = &'a Tensor>, norm_type: f64) -> Result<Tensor> {
     norm_of(&grads_of(params)?, norm_type)
 }
 
@@ -204,11 +151,9 @@ fn norm_of(grads: &[Grads], norm_type: f64) -> Result<Tensor> {
 ///
 /// # Errors
 /// [`ConfigError`] if `clip_value` is negative or NaN.
-pub fn clip_grad_value<'a>(params: impl IntoIterator<Item = &'a Tensor>, clip_value: f64) -> Result<()> {
+pub fn clip_grad_value<'a>(params: impl IntoIterator<Item = &'a Parameter>, clip_value: f64) -> Result<()> {
     check_bound(clip_value)?;
-    let params: Vec<&Tensor> = params.into_iter().collect();
-    check_whole("clip_grad_value", params.iter().copied(), |share| share == GradShare::Part)?;
-    grads_of(params)?
+    grads_of(leaves_of("clip_grad_value", params, |share| share != GradShare::Nothing)?)?
         .iter()
         .try_for_each(|Grads { list, .. }| Ok(ffi::foreach_clamp(list, -clip_value, clip_value)?))
 }

@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 use super::clip::{GradientClip, grad_norm};
 use super::masters::take_edit;
 use super::offload_states::{OffloadState, OffloadStates, Offloaded, move_grad};
-use super::optimizer::{Optimizer, OptimizerState, leaves};
+use super::optimizer::{Optimizer, OptimizerState, parameters};
 use super::param_group::{ParamGroup, SavedGroup};
 use super::replay::{Rate, Replayed};
 use super::rounding::Rounding;
@@ -147,7 +147,7 @@ struct Bucket<L> {
 }
 
 impl<L> Bucket<L> {
-    /// Whether weights of float32 are updated, by gradients that may have 16 bits. A strategy may have cast parts since the first step.
+    /// Whether weights of float32 are updated, by gradients that may have 16 bits. A strategy may have cast shards since the first step.
     fn updates_float32(&self) -> bool {
         self.has_masters || self.members.first().is_some_and(|slot| slot.param.kind() == Kind::Float)
     }
@@ -485,7 +485,7 @@ fn step_bucket<R: Rule>(
     let updates_float32 = bucket.updates_float32();
     let Some(CachedLists { lists, rounding, .. }) = &mut bucket.cached else { return Ok(is_new) };
     let needs_kernel = !R::HAS_OPERATOR || rounding.is_some() || is_in_place || bucket.gradients.are_narrow();
-    let is_exact = R::IS_EXACT_IN_ONE_PASS || bucket.has_masters; // ranks' parts get the bits of whole parameters
+    let is_exact = R::IS_EXACT_IN_ONE_PASS || bucket.has_masters; // shards get the bits of whole parameters
     let may = updates_float32 && is_exact && !ffi::is_recording(); // what is recorded are libtorch's operators
     let grads = bucket.gradients.collected();
     let rounded = rounding.as_ref().map(Rounding::all);
@@ -654,7 +654,7 @@ impl<R: Rule> Optimizer for Engine<R> {
 
     fn grad_norm(&mut self, norm_type: f64) -> Result<Tensor> {
         self.show_updates(true)?;
-        let norm = grad_norm(leaves(&self.groups), norm_type);
+        let norm = grad_norm(parameters(&self.groups), norm_type);
         self.show_updates(false)?;
         norm
     }

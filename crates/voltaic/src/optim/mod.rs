@@ -33,7 +33,7 @@ mod whole;
 
 pub use adam::{Adam, AdamW};
 pub use adaptive::{Adadelta, Adagrad, RmsProp};
-pub(crate) use clip::{DividedLeaves, GradShare, part_norm};
+pub(crate) use clip::local_norm;
 pub use clip::{
     GradientClip, clip_grad_norm, clip_grad_norm_of_type, clip_grad_value, clip_to_norm, grad_norm,
 };

@@ -15,7 +15,7 @@ use crate::error::Result;
 /// Muon (Keller Jordan, 2024), as `torch.optim.Muon`: for the matrices of hidden layers. All parameters must have two dimensions;
 /// give others, and embeddings, to [`AdamW`](super::AdamW), or use [`MuonWithAuxAdam`](super::MuonWithAuxAdam) for all.
 ///
-/// Where ranks have parts of a matrix (ZeRO), they gather it at each step.
+/// Where ranks have shards of a matrix (ZeRO), they gather it at each step.
 ///
 /// With gradient `g`: `m = momentum * m + (1 - momentum) * g`; `u = NS((1 - momentum) * g + momentum * m)`;
 /// `w -= lr * weight_decay * w`; `w -= lr * ratio * u`. `NS` makes the matrix nearly orthogonal by some steps of a Newton-Schulz

@@ -1,4 +1,4 @@
-//! How Muon updates matrices, whole ones and those of which ranks have parts, and AdamW the other parameters beside them.
+//! How Muon updates matrices, whole ones and those of which ranks have shards, and AdamW the other parameters beside them.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub(super) struct MuonRule {
     name: &'static str,
     /// For groups with its options.
     adam: AdamRule,
-    /// Where ranks have parts of parameters.
+    /// Where ranks have shards of parameters.
     whole: Option<Arc<dyn WholeParameters>>,
 }
 
@@ -32,7 +32,7 @@ pub(super) enum MuonLists {
     Matrices(Vec<Matrix>),
 }
 
-/// A matrix, or this rank's part of it.
+/// A matrix, or this rank's shard of it.
 pub(super) struct Matrix {
     param: Parameter,
     weights: Tensor,
@@ -122,7 +122,7 @@ impl MuonRule {
     /// weights.
     ///
     /// # Collective
-    /// If ranks have parts.
+    /// If ranks have shards.
     fn update_of(
         &self,
         group: &ParamGroup,
@@ -141,7 +141,7 @@ impl MuonRule {
         let update = match &self.whole {
             Some(whole) if matrix.shape != matrix.weights.size() => {
                 match whole.gather(&matrix.param, &direction)? {
-                    Some(all) => whole.part_of(&matrix.param, &orthogonal(group.options, &all)?)?,
+                    Some(all) => whole.shard_of(&matrix.param, &orthogonal(group.options, &all)?)?,
                     None => direction,
                 }
             }

@@ -8,6 +8,7 @@ use super::offload_states::{OffloadState, OffloadStates};
 use super::param_group::{ParamGroup, ParamGroupSpec};
 use super::values::{ParamValue, Whole, shape_problem};
 use crate::error::{ConfigError, Result};
+use crate::nn::Parameter;
 use crate::precision::unscale_grads;
 
 /// Changes parameters by their gradients.
@@ -34,7 +35,7 @@ pub trait Optimizer: Send {
     /// out: its parameters are updated at once.
     ///
     /// # Collective
-    /// If parts of parameters are updated, all ranks must call it for the same units in the same order.
+    /// If shards of parameters are updated, all ranks must call it for the same units in the same order.
     ///
     /// # Errors
     /// As [`Optimizer::step`].
@@ -96,20 +97,20 @@ pub trait Optimizer: Send {
     /// Multiplies the gradients by `inverse`, which takes the factor of a [`GradScaler`](crate::precision::GradScaler) out
     /// of them, and says whether all are finite, on all ranks.
     ///
-    /// An optimizer whose gradients are parts of those of other ranks must ask them; the default looks at its own.
+    /// An optimizer whose gradients are shards of those of other ranks must ask them; the default looks at its own.
     ///
     /// # Errors
     /// libtorch's; [`DistributedError`](crate::error::DistributedError) if a rank is gone.
     fn unscale(&mut self, inverse: f64) -> Result<bool> {
-        unscale_grads(leaves(self.param_groups()), inverse)
+        unscale_grads(parameters(self.param_groups()).map(Parameter::leaf), inverse)
     }
 
-    /// The `norm_type`-norm of all gradients together, those of all ranks if they are divided: shape `[]`. Changes nothing.
+    /// The `norm_type`-norm of all gradients together, those of all ranks if they are sharded: shape `[]`. Changes nothing.
     ///
     /// # Errors
     /// [`ConfigError`](crate::error::ConfigError) if `norm_type` is NaN; as [`Optimizer::unscale`].
     fn grad_norm(&mut self, norm_type: f64) -> Result<Tensor> {
-        grad_norm(leaves(self.param_groups()), norm_type)
+        grad_norm(parameters(self.param_groups()), norm_type)
     }
 
     /// With `true`, puts the updates of parameters of which clipping limits the updates in the place of their gradients, until the
@@ -117,7 +118,7 @@ pub trait Optimizer: Send {
     /// around another one that has a norm or clips by itself must call it. The default is for optimizers without such parameters.
     ///
     /// # Collective
-    /// If parts of parameters are updated, all ranks must call it.
+    /// If shards of parameters are updated, all ranks must call it.
     ///
     /// # Errors
     /// As [`Optimizer::step`].
@@ -211,7 +212,7 @@ pub trait Optimizer: Send {
     }
 
     /// What this rank has of a value in float32: a copy with one dimension, perhaps without elements, in the order of the flattened
-    /// parameter; all of it where nothing is divided. DeepSpeed's `safe_get_local_fp32_param`, `safe_get_local_grad` and
+    /// parameter; all of it where nothing is sharded. DeepSpeed's `safe_get_local_fp32_param`, `safe_get_local_grad` and
     /// `safe_get_local_optimizer_state`.
     ///
     /// # Errors
@@ -246,9 +247,9 @@ pub trait Optimizer: Send {
     }
 }
 
-/// The leaves of the parameters in `groups`, which have the gradients.
-pub(super) fn leaves(groups: &[ParamGroup]) -> impl Iterator<Item = &Tensor> {
-    groups.iter().flat_map(ParamGroup::params).map(|(_, parameter)| parameter.leaf())
+/// The parameters in `groups`.
+pub(super) fn parameters(groups: &[ParamGroup]) -> impl Iterator<Item = &Parameter> {
+    groups.iter().flat_map(ParamGroup::params).map(|(_, parameter)| parameter)
 }
 
 /// What an optimizer remembers.
@@ -265,18 +266,18 @@ pub trait BuildOptimizer: Send {
     /// PyTorch's name of the optimizer, such as `AdamW`.
     fn name(&self) -> &'static str;
 
-    /// Whether each element of a parameter is updated by its own gradient and state alone, so that ranks may update parts of a
+    /// Whether each element of a parameter is updated by its own gradient and state alone, so that ranks may update shards of a
     /// parameter each.
     fn is_elementwise(&self) -> bool {
         false
     }
 
-    /// Whether an update needs all of a parameter, so that parts of it cannot be updated at all.
+    /// Whether an update needs all of a parameter, so that shards of it cannot be updated at all.
     fn needs_whole_parameters(&self) -> bool {
         false
     }
 
-    /// Whether the optimizer, over parts of parameters, makes them whole by [`ParamGroupSpec::whole`] where an update needs that.
+    /// Whether the optimizer, over shards of parameters, makes them whole by [`ParamGroupSpec::whole`] where an update needs that.
     fn gathers_whole_parameters(&self) -> bool {
         false
     }

@@ -254,7 +254,7 @@ impl Optimizers {
         others.map(|optimizer| optimizer.name())
     }
 
-    /// Names of the optimizers that cannot update parts of parameters; see [`BuildOptimizer::needs_whole_parameters`].
+    /// Names of the optimizers that cannot update shards of parameters; see [`BuildOptimizer::needs_whole_parameters`].
     pub fn not_divisible(&self) -> impl Iterator<Item = &'static str> {
         let specs = self.specs.iter().map(|spec| &spec.optimizer);
         specs.filter(|optimizer| optimizer.needs_whole_parameters()).map(|optimizer| optimizer.name())
@@ -275,7 +275,7 @@ impl Optimizers {
         self.specs.iter().map(of).collect()
     }
 
-    /// [`Optimizers::build`] over what stands in the place of each parameter, such as a part of it.
+    /// [`Optimizers::build`] over what stands in the place of each parameter, such as a shard of it.
     ///
     /// # Errors
     /// As [`Optimizers::build`].
@@ -284,14 +284,14 @@ impl Optimizers {
         module: &dyn Module,
         in_place_of: &dyn Fn(&Parameter) -> Parameter,
     ) -> Result<Vec<ConfiguredOptimizer>> {
-        self.build_over_parts(module, in_place_of, None)
+        self.build_over_shards(module, in_place_of, None)
     }
 
-    /// [`Optimizers::build_over`] over parts of parameters, which `whole` makes whole.
+    /// [`Optimizers::build_over`] over shards of parameters, which `whole` makes whole.
     ///
     /// # Errors
     /// As [`Optimizers::build`].
-    pub fn build_over_parts(
+    pub fn build_over_shards(
         self,
         module: &dyn Module,
         in_place_of: &dyn Fn(&Parameter) -> Parameter,

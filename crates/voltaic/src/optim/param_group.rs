@@ -84,13 +84,13 @@ impl ParamGroupSpec {
         &self.params
     }
 
-    /// The shape of a parameter of the group, or of the one that it is a part of.
+    /// The shape of a parameter of the group, or of the one that it is a shard of.
     pub(super) fn shape(&self, parameter: &Parameter) -> Vec<i64> {
         let shape = self.whole.as_ref().and_then(|whole| whole.shape(parameter));
         shape.unwrap_or_else(|| parameter.size())
     }
 
-    /// What makes parameters whole, if ranks have parts of them.
+    /// What makes parameters whole, if ranks have shards of them.
     pub fn whole(&self) -> Option<&Arc<dyn WholeParameters>> {
         self.whole.as_ref()
     }
@@ -278,7 +278,7 @@ pub(super) struct Merged {
 impl ParamGroup {
     pub(super) fn new(spec: ParamGroupSpec, merged: Merged) -> Self {
         let ParamGroupSpec { params, whole, name, float32_states, .. } = spec;
-        let unit = |(_, part): &(String, Parameter)| whole.as_ref().map_or(0, |whole| whole.unit(part));
+        let unit = |(_, shard): &(String, Parameter)| whole.as_ref().map_or(0, |whole| whole.unit(shard));
         let units = params.iter().map(unit).collect();
         let Merged { lr, weight_decay, maximize, options } = merged;
         let initial_lr = None;
@@ -291,13 +291,13 @@ impl ParamGroup {
     }
 
     /// Where the weights of a parameter of float32 are to be written in 16 bits too ([`WholeParameters::rounded`]).
-    pub(super) fn rounded(&self, part: &Parameter) -> Option<Tensor> {
-        self.whole.as_ref().filter(|_| part.kind() == Kind::Float)?.rounded(part)
+    pub(super) fn rounded(&self, shard: &Parameter) -> Option<Tensor> {
+        self.whole.as_ref().filter(|_| shard.kind() == Kind::Float)?.rounded(shard)
     }
 
     /// Whether the strategy has the master weight of a parameter ([`WholeParameters::has_master`]).
-    pub(super) fn has_master_elsewhere(&self, part: &Parameter) -> bool {
-        self.whole.as_ref().is_some_and(|whole| whole.has_master(part))
+    pub(super) fn has_master_elsewhere(&self, shard: &Parameter) -> bool {
+        self.whole.as_ref().is_some_and(|whole| whole.has_master(shard))
     }
 
     /// The parameters with their fqn.

@@ -1,4 +1,4 @@
-//! Whole parameters, for optimizers that need them where ranks have parts.
+//! Whole parameters, for optimizers that need them where ranks have shards.
 
 use std::fmt::Debug;
 
@@ -7,48 +7,48 @@ use tch::Tensor;
 use crate::error::Result;
 use crate::nn::Parameter;
 
-/// Makes tensors whole of which each rank has a part, as large as its part of a parameter. A strategy that divides parameters gives it
+/// Makes tensors whole of which each rank has a shard, as large as its shard of a parameter. A strategy that shards parameters gives it
 /// to optimizers ([`ParamGroupSpec::whole`](super::ParamGroupSpec::whole)).
 pub trait WholeParameters: Debug + Send + Sync {
-    /// The shape of the parameter that this is a part of; `None` if it is whole.
-    fn shape(&self, part: &Parameter) -> Option<Vec<i64>>;
+    /// The shape of the parameter that this is a shard of; `None` if it is whole.
+    fn shape(&self, shard: &Parameter) -> Option<Vec<i64>>;
 
     /// The unit of the strategy that this is in: those of a unit are updated together
     /// ([`Optimizer::step_unit`](super::Optimizer::step_unit)).
-    fn unit(&self, _part: &Parameter) -> usize {
+    fn unit(&self, _shard: &Parameter) -> usize {
         0
     }
 
-    /// Says that tensors like this parameter will be gathered. A rank that has no part of it gets an empty gradient from now on whenever
+    /// Says that tensors like this parameter will be gathered. A rank that has no shard of it gets an empty gradient from now on whenever
     /// the parameter has one, so that all ranks know when to gather.
-    fn claim(&self, part: &Parameter);
+    fn claim(&self, shard: &Parameter);
 
-    /// A tensor of bfloat16 or float16 with as many elements as `part`, which is of float32, on its device: each update of `part` writes
-    /// the new weights there too, rounded to nearest even, as [`Tensor::copy_`] does. An optimizer asks when it updates a part for the
-    /// first time, and after its state was loaded. A part has none by default.
-    fn rounded(&self, _part: &Parameter) -> Option<Tensor> {
+    /// A tensor of bfloat16 or float16 with as many elements as `shard`, which is of float32, on its device: each update of `shard` writes
+    /// the new weights there too, rounded to nearest even, as [`Tensor::copy_`] does. An optimizer asks when it updates a shard for the
+    /// first time, and after its state was loaded. A shard has none by default.
+    fn rounded(&self, _shard: &Parameter) -> Option<Tensor> {
         None
     }
 
-    /// Whether the strategy keeps the master weight of the parameter, or will keep it from when the parameter is trained: `part` becomes
+    /// Whether the strategy keeps the master weight of the parameter, or will keep it from when the parameter is trained: `shard` becomes
     /// float32 then. An optimizer makes no copy of its own.
-    fn has_master(&self, _part: &Parameter) -> bool {
+    fn has_master(&self, _shard: &Parameter) -> bool {
         false
     }
 
-    /// A tensor like the parameter that `part` is a part of, from what each rank has of it: `values` on this one, with the
-    /// elements of `part`. `None` on a rank that has no part.
+    /// A tensor like the parameter that `shard` is a shard of, from what each rank has of it: `values` on this one, with the
+    /// elements of `shard`. `None` on a rank that has no shard.
     ///
     /// # Collective
     /// All ranks must call it, in the same order.
     ///
     /// # Errors
     /// libtorch's; [`DistributedError`](crate::error::DistributedError) if a rank is gone or late.
-    fn gather(&self, part: &Parameter, values: &Tensor) -> Result<Option<Tensor>>;
+    fn gather(&self, shard: &Parameter, values: &Tensor) -> Result<Option<Tensor>>;
 
-    /// This rank's part of a tensor like the parameter that `part` is a part of.
+    /// This rank's shard of a tensor like the parameter that `shard` is a shard of.
     ///
     /// # Errors
     /// libtorch's.
-    fn part_of(&self, part: &Parameter, whole: &Tensor) -> Result<Tensor>;
+    fn shard_of(&self, shard: &Parameter, whole: &Tensor) -> Result<Tensor>;
 }

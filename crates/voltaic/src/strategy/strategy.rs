@@ -179,7 +179,7 @@ pub trait Strategy: fmt::Debug + Send {
     }
 
     /// Called at the end of a fit or an evaluation that went well: weights that the strategy keeps are given back, so that the module
-    /// is whole, or stay divided until the next call ([`Strategy::gather_weights`]).
+    /// is unsharded, or stay sharded until the next call ([`Strategy::gather_weights`]).
     ///
     /// # Errors
     /// [`DistributedError`](crate::error::DistributedError) if a rank is gone.
@@ -187,7 +187,7 @@ pub trait Strategy: fmt::Debug + Send {
         Ok(())
     }
 
-    /// Whether [`Strategy::sharded_state`] is about this module, in a call or after it, so that its weights are saved in parts.
+    /// Whether [`Strategy::sharded_state`] is about this module, in a call or after it, so that its weights are saved as shards.
     fn keeps(&self, _module: &dyn Module) -> bool {
         self.sharded_state().is_some()
     }
@@ -232,8 +232,7 @@ pub(super) fn set_grads_of(module: &dyn Module, grads: &[(String, Tensor)]) -> R
     let parameters = module.named_parameters();
     for (fqn, grad) in grads {
         if let Some((name, _)) = fqn.split_once(PART) {
-            let what =
-                format!("the gradient of {name} in an open accumulation window is divided among ranks");
+            let what = format!("the gradient of {name} in an open accumulation window is sharded over ranks");
             let remedy = "resume with the strategy and the number of ranks that saved it, or from a checkpoint at the end of a window";
             return Err(ConfigError::new("ckpt_path", what, remedy).into());
         }

@@ -24,7 +24,7 @@ use crate::nn::parallel::{TensorShard, Values, has_dropout, is_even, make_whole,
 use crate::nn::{Module, ModuleExt, ModuleHooks, Parameter, StateEntry};
 use crate::optim::{
     ConfiguredOptimizer, GradientClip, OffloadState, OffloadStates, Optimizer, OptimizerState, Optimizers,
-    ParamGroup, ParamValue, clip_to_norm, part_norm,
+    ParamGroup, ParamValue, clip_to_norm, local_norm,
 };
 use crate::precision::{LossScaler, Precision};
 use crate::strategy::deepspeed::inference::{InferenceConfig, TensorParallel};
@@ -387,7 +387,7 @@ impl SlicedOptimizer {
         let mut all = self.inner.param_groups().iter().flat_map(ParamGroup::params);
         let wide = all.any(|(_, parameter)| parameter.leaf().kind() == Kind::Double);
         let kind = if wide { Kind::Double } else { Kind::Float };
-        let own = part_norm(leaves, norm_type)?.f_to_device(tch::Device::Cpu)?.f_to_kind(kind)?; // sync point
+        let own = local_norm(leaves, norm_type)?.f_to_device(tch::Device::Cpu)?.f_to_kind(kind)?; // sync point
         let _named = collective_scope("norms");
         let all = self.norms.all_gather(&own.f_reshape([1_i64])?)?.f_view([-1_i64])?;
         let dim: Option<&[i64]> = None;

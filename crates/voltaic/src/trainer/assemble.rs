@@ -1,4 +1,4 @@
-//! Makes the parts of a trainer of its configuration and of what its builder was parts.
+//! Makes the parts of a trainer, from its configuration and from values that the builder was given.
 
 use std::env;
 use std::path::PathBuf;

@@ -259,9 +259,9 @@ impl Trainer {
         save_weights(&mut self.run, module, path.as_ref(), storage_options, &|_| true)
     }
 
-    /// Makes a module whole, on each rank, whose weights the last call of this trainer has left divided among the ranks: with `zero3`
+    /// Unshards a module, on each rank, whose weights the last call of this trainer has left sharded over the ranks: with `zero3`
     /// if it was made within [`nn::init::deferred`](crate::nn::init::deferred), or if `gather_after_fit` is off. Others stay as they
-    /// are. To write the weights it need not be whole: see [`Trainer::save_weights`].
+    /// are. To write the weights it need not be unsharded: see [`Trainer::save_weights`].
     ///
     /// ```no_run
     /// # use voltaic::models::{Gpt, GptConfig};
@@ -270,7 +270,7 @@ impl Trainer {
     /// # -> voltaic::Result<()> {
     /// let mut net = init::deferred(|| Gpt::new(GptConfig::tiny()))?;
     /// trainer.fit(&mut net, data)?;
-    /// trainer.test(&mut net, data)?; // with weights that are divided
+    /// trainer.test(&mut net, data)?; // with weights that are sharded
     /// trainer.save_weights(&net, "gpt.ckpt", None)?; // tensor by tensor
     /// trainer.gather_weights(&net)?;
     /// let weights = net.try_state_dict()?;

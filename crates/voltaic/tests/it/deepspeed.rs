@@ -321,7 +321,7 @@ fn arguments_without_effect_are_named() {
     for expected in [
         "trainer.strategy.loss_scale=5.0 has no effect: the precision is 32-true",
         "trainer.strategy.initial_scale_power=20 has no effect",
-        "gather_after_fit=false has no effect: stage 2 leaves the weights whole",
+        "gather_after_fit=false has no effect: stage 2 leaves the weights unsharded",
     ] {
         assert!(code == Some(0) && text.contains(expected), "{expected}: {code:?} {text}");
     }

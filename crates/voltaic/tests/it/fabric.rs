@@ -425,7 +425,7 @@ fn settings_of_deepspeed_count_in_a_step() {
     fabric.finish(net).unwrap();
 }
 
-/// Weights that stay divided after a fit of the trainer.
+/// Weights that stay sharded after a fit of the trainer.
 #[test]
 fn a_finished_module_is_whole() {
     if plays("deferred") {

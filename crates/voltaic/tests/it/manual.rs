@@ -77,7 +77,7 @@ fn both(net: &Pair, batch: &Tensor, ctx: &mut StepContext) -> anyhow::Result<()>
     let (loss, _) = net.losses(batch);
     ctx.optimizer(0)?.zero_grad()?;
     ctx.manual_backward(&loss)?;
-    let _ = clip_grad_norm([net.first.tensor()], 0.25)?;
+    let _ = clip_grad_norm([&net.first], 0.25)?;
     ctx.optimizer(0)?.step()?;
     ctx.untoggle_optimizer()?;
     assert!(net.second.requires_grad());
@@ -113,7 +113,7 @@ fn two_optimizers_do_what_a_bare_loop_does() {
         let batch = batch.reshape([2, 2]);
         sgd.zero_grad().unwrap();
         bare.losses(&batch).0.backward();
-        let _ = clip_grad_norm([bare.first.tensor()], 0.25).unwrap();
+        let _ = clip_grad_norm([&bare.first], 0.25).unwrap();
         sgd.step().unwrap();
         adamw.zero_grad().unwrap();
         bare.losses(&batch).1.backward();

@@ -72,12 +72,12 @@ impl WholeParameters for Rounded {
         Ok(Some(values.shallow_clone()))
     }
 
-    fn part_of(&self, _: &Parameter, whole: &Tensor) -> Result<Tensor> {
+    fn shard_of(&self, _: &Parameter, whole: &Tensor) -> Result<Tensor> {
         Ok(whole.shallow_clone())
     }
 
-    fn rounded(&self, part: &Parameter) -> Option<Tensor> {
-        self.0.lock().unwrap().get(&part.id()).map(Tensor::shallow_clone)
+    fn rounded(&self, shard: &Parameter) -> Option<Tensor> {
+        self.0.lock().unwrap().get(&shard.id()).map(Tensor::shallow_clone)
     }
 }
 
@@ -96,7 +96,7 @@ fn optimizers() -> Vec<(&'static str, fn() -> Optimizers)> {
 }
 
 fn build(asked: Optimizers, slices: &Slices, whole: Option<Arc<dyn WholeParameters>>) -> Box<dyn Optimizer> {
-    asked.build_over_parts(slices, &Parameter::clone, whole).unwrap().remove(0).optimizer
+    asked.build_over_shards(slices, &Parameter::clone, whole).unwrap().remove(0).optimizer
 }
 
 /// What a step does to the gradients before it.

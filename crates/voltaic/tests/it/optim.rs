@@ -285,28 +285,26 @@ fn clipping_matches_pytorch() {
         ("norm_0.0_2.0", 0.0, 2.0),
     ] {
         let params = with_grads();
-        let norm =
-            clip_grad_norm_of_type(params.iter().map(|(_, p)| p.tensor()), max_norm, norm_type).unwrap();
+        let norm = clip_grad_norm_of_type(params.iter().map(|(_, p)| p), max_norm, norm_type).unwrap();
         assert_close(&norm, &expected[&format!("{case}/norm")], 1e-6, 0.0, case);
         check(case, &params);
     }
     let params = with_grads();
-    clip_grad_value(params.iter().map(|(_, p)| p.tensor()), 0.7).unwrap();
+    clip_grad_value(params.iter().map(|(_, p)| p), 0.7).unwrap();
     check("value_0.7", &params);
 }
 
 #[test]
 fn clipping_passes_non_finite_norms_on_and_refuses_senseless_bounds() {
     let param = Parameter::new(wave(&[3], 1, 1.0));
-    let norm = clip_grad_norm([param.tensor()], 1.0).unwrap();
+    let norm = clip_grad_norm([&param], 1.0).unwrap();
     assert_eq!((norm.double_value(&[]), norm.size()), (0.0, vec![]));
     set_grad(&param, &Tensor::from_slice(&[1.0_f32, f32::INFINITY, 2.0]));
-    assert_eq!(clip_grad_norm([param.tensor()], 1.0).unwrap().double_value(&[]), f64::INFINITY);
+    assert_eq!(clip_grad_norm([&param], 1.0).unwrap().double_value(&[]), f64::INFINITY);
     for bound in [-1.0, f64::NAN] {
-        for error in [
-            clip_grad_norm([param.tensor()], bound).unwrap_err(),
-            clip_grad_value([param.tensor()], bound).unwrap_err(),
-        ] {
+        for error in
+            [clip_grad_norm([&param], bound).unwrap_err(), clip_grad_value([&param], bound).unwrap_err()]
+        {
             assert!(error.to_string().starts_with("trainer.gradient_clip_val: "), "{error}");
         }
     }

@@ -306,14 +306,14 @@ struct ShardedOptimizer {
 
 impl ShardedOptimizer {
     /// Stand-ins for the weights with their whole gradients, and this rank's parts.
-    fn whole_grads(&self) -> Result<Vec<(Tensor, Parameter)>> {
+    fn whole_grads(&self) -> Result<Vec<(Parameter, Parameter)>> {
         let parts = self.parameters.iter().map(|(_, parameter)| (parameter, self.shards.shard(parameter)));
         let with_grad = parts.filter(|(_, part)| part.grad().defined());
         with_grad
             .map(|(parameter, part)| {
                 let grad = self.shards.whole(&part.grad(), &parameter.size())?.copy();
-                let stand_in = grad.zeros_like().set_requires_grad(true);
-                set_grad(&stand_in, &grad)?;
+                let stand_in = Parameter::new(grad.zeros_like());
+                set_grad(stand_in.leaf(), &grad)?;
                 Ok((stand_in, part))
             })
             .collect()

@@ -4,6 +4,7 @@ use tch::Tensor;
 use voltaic::callback::Callback;
 use voltaic::data::Loaders;
 use voltaic::module::HookContext;
+use voltaic::nn::Parameter;
 use voltaic::optim::{
     Interval, LrSchedulerSpec, Optimizers, PlateauMode, ReduceLrOnPlateau, Sgd, StepLr, clip_grad_norm,
 };
@@ -299,18 +300,21 @@ fn gradients_are_clipped_as_by_hand() {
         build(builder).build().unwrap().fit(&mut net, &mut loaders()).unwrap();
         net.weights()
     };
-    let by_hand = |clip: &dyn Fn(&Tensor)| {
-        let weight = Tensor::ones([2], (Kind::Float, tch::Device::Cpu)).set_requires_grad(true);
+    let by_hand = |clip: &dyn Fn(&Parameter)| {
+        let weight = Parameter::new(Tensor::ones([2], (Kind::Float, tch::Device::Cpu)));
         for batch in loader(6).iter(voltaic::data::EpochRange::epoch(0)).unwrap() {
             let mut grad = weight.grad();
             if grad.defined() {
                 let _ = grad.zero_();
             }
-            (batch.unwrap() * &weight).sum_dim_intlist(1, false, Kind::Float).mean(Kind::Float).backward();
+            (batch.unwrap() * weight.tensor())
+                .sum_dim_intlist(1, false, Kind::Float)
+                .mean(Kind::Float)
+                .backward();
             clip(&weight);
             let _ = tch::no_grad(|| weight.shallow_clone().g_sub_(&(weight.grad() * 0.125)));
         }
-        Vec::<f32>::try_from(&weight).unwrap()
+        Vec::<f32>::try_from(weight.tensor()).unwrap()
     };
     let free = by_hand(&|_| {});
     let norm = by_hand(&|weight| drop(clip_grad_norm([weight], 1.0).unwrap()));

@@ -163,39 +163,39 @@ fn data_that_a_parameter_is_given_is_trained_or_refused() {
 
 /// Its second layer is frozen at first.
 #[derive(Module)]
-struct Thawing {
+struct Unfreezing {
     net: Small,
     #[module(skip)]
-    thaws_in_step: bool,
+    unfreezes_in_step: bool,
 }
 
-impl Thawing {
-    fn new(thaws_in_step: bool) -> Self {
+impl Unfreezing {
+    fn new(unfreezes_in_step: bool) -> Self {
         let net = Small::new();
         net.second.set_requires_grad(false);
-        Self { net, thaws_in_step }
+        Self { net, unfreezes_in_step }
     }
 
-    fn thaw(&self, batch: usize) {
+    fn unfreeze(&self, batch: usize) {
         if batch == 2 {
             self.net.second.set_requires_grad(true);
         }
     }
 }
 
-impl LightningModule for Thawing {
+impl LightningModule for Unfreezing {
     type Batch = Batch;
 
     fn on_train_batch_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        if !self.thaws_in_step {
-            self.thaw(ctx.batch_idx());
+        if !self.unfreezes_in_step {
+            self.unfreeze(ctx.batch_idx());
         }
         Ok(())
     }
 
     fn training_step(&self, batch: &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        if self.thaws_in_step {
-            self.thaw(ctx.batch_idx());
+        if self.unfreezes_in_step {
+            self.unfreeze(ctx.batch_idx());
         }
         self.net.training_step(batch, ctx)
     }
@@ -209,9 +209,9 @@ impl LightningModule for Thawing {
 fn parameters_that_are_unfrozen_are_trained_alike_on_all_ranks() {
     const NAME: &str = "changes::parameters_that_are_unfrozen_are_trained_alike_on_all_ranks";
     on_ranks(NAME, 2, |ranks, folder| {
-        for thaws_in_step in [false, true] {
+        for unfreezes_in_step in [false, true] {
             let run = |builder: TrainerBuilder| {
-                let mut net = Thawing::new(thaws_in_step);
+                let mut net = Unfreezing::new(unfreezes_in_step);
                 let before = net.net.second.weight.tensor().copy();
                 let mut trainer = builder.max_epochs(1).build().unwrap();
                 trainer.fit(&mut net, &mut loaders(24)).unwrap();

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use voltaic::callback::Callback;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::module::{HookContext, LightningModule, StepContext};
-use voltaic::nn::ModuleExt;
+use voltaic::nn::{ModuleExt, Parameter};
 use voltaic::optim::{AdamW, ExponentialLr, Interval, LrSchedulerSpec, Optimizers, clip_grad_value};
 use voltaic::strategy::DeepSpeedStrategy;
 use voltaic::trainer::TrainerBuilder;
@@ -185,9 +185,9 @@ struct Narrow {
     are_whole: bool,
 }
 
-fn shown(ctx: &HookContext) -> Vec<Tensor> {
+fn shown(ctx: &HookContext) -> Vec<Parameter> {
     let groups = ctx.optimizers()[0].param_groups().iter();
-    let slices = groups.flat_map(|group| group.params()).map(|(_, slice)| slice.leaf().shallow_clone());
+    let slices = groups.flat_map(|group| group.params()).map(|(_, slice)| slice.clone());
     slices.filter(|slice| slice.grad().defined() && slice.numel() > 0).collect()
 }
 
@@ -198,7 +198,7 @@ impl Callback for Narrow {
         _module: &dyn Module,
     ) -> anyhow::Result<()> {
         let slices = shown(ctx);
-        let kinds = |slices: &[Tensor]| slices.iter().map(|slice| slice.grad().kind()).collect::<Vec<_>>();
+        let kinds = |slices: &[Parameter]| slices.iter().map(|slice| slice.grad().kind()).collect::<Vec<_>>();
         assert!(slices.iter().all(|slice| slice.kind() == Kind::Float));
         assert_eq!(kinds(&slices), vec![Kind::BFloat16; slices.len()]);
         let fqn = "net.second.weight";

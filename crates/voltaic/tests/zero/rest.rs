@@ -1,4 +1,4 @@
-//! Modules that stay divided after a call, until somebody asks for them.
+//! Modules that stay sharded after a call, until somebody asks for them.
 
 use std::path::Path;
 
@@ -91,7 +91,7 @@ fn touched(ranks: usize, folder: &Path) {
     let mut trainer = resting(ranks, folder).max_epochs(1).build().unwrap();
     trainer.fit(&mut net, &mut loaders(8)).unwrap();
     let refused = |error: String, expected: &str| {
-        let names = error.contains("is divided among the ranks") && error.contains("t.weight");
+        let names = error.contains("is sharded over the ranks") && error.contains("t.weight");
         assert!((names || error.contains(".bias")) && error.contains(expected), "{error}");
     };
     let way = "trainer.gather_weights";
@@ -110,7 +110,7 @@ fn touched(ranks: usize, folder: &Path) {
     let mut other = resting(ranks, folder).max_epochs(1).build().unwrap();
     refused(other.fit(&mut net, &mut loaders(8)).unwrap_err().to_string(), way);
     let error = trainer.fit(&mut Small::new(), &mut loaders(8)).unwrap_err().to_string();
-    assert!(error.contains("has left its weights divided") && error.contains(way), "{error}");
+    assert!(error.contains("has left its weights sharded") && error.contains(way), "{error}");
     trainer.gather_weights(&net).unwrap();
     trainer.fit(&mut Small::new(), &mut loaders(8)).unwrap();
     // nobody misses the last one
@@ -150,8 +150,8 @@ fn ways(ranks: usize, folder: &Path) {
 }
 
 #[test]
-fn deferred_modules_stay_divided() {
-    on_ranks("rest::deferred_modules_stay_divided", 2, ways);
+fn deferred_modules_stay_sharded() {
+    on_ranks("rest::deferred_modules_stay_sharded", 2, ways);
 }
 
 /// Weights alone are written tensor by tensor, and are those of a data-parallel run.

@@ -137,7 +137,7 @@ fn after_a_failure(ranks: usize, folder: &Path) {
         trainer.save_weights(&net, folder.join("empty.ckpt"), None).unwrap_err(),
     ];
     for text in errors.iter().map(ToString::to_string) {
-        let says = text.contains("is divided among the ranks") && text.contains("load the last checkpoint");
+        let says = text.contains("is sharded over the ranks") && text.contains("load the last checkpoint");
         assert!(says, "{text}");
     }
     assert!(begun.elapsed() < std::time::Duration::from_secs(5));
@@ -156,7 +156,7 @@ fn two_ranks_know_after_a_failure() {
 struct Normed {
     net: Small,
     #[module(skip)]
-    is_divided: bool,
+    is_sharded: bool,
     #[module(skip)]
     norms: std::sync::Mutex<Vec<f64>>,
 }
@@ -175,10 +175,9 @@ impl LightningModule for Normed {
         _ctx: &mut HookContext,
     ) -> anyhow::Result<()> {
         self.norms.lock().unwrap().push(optimizer.grad_norm(2.0)?.double_value(&[]));
-        let of_module = self.net.parameters().into_iter().map(|parameter| parameter.tensor().shallow_clone());
-        let of_module: Vec<Tensor> = of_module.collect();
+        let of_module = self.net.parameters();
         let params = optimizer.param_groups().iter().flat_map(|group| group.params());
-        let of_optimizer: Vec<Tensor> = params.map(|(_, slice)| slice.tensor().shallow_clone()).collect();
+        let of_optimizer: Vec<Parameter> = params.map(|(_, sharded)| sharded.clone()).collect();
         for found in [
             grad_norm(&of_module, 2.0).map(drop),
             clip_grad_norm(&of_module, 1e9).map(drop),
@@ -187,7 +186,7 @@ impl LightningModule for Normed {
             clip_grad_norm(&of_optimizer, 1e9).map(drop),
         ] {
             let text = found.err().map(|error| error.to_string()).unwrap_or_default();
-            assert_eq!(text.contains("the gradients are divided among the ranks"), self.is_divided, "{text}");
+            assert_eq!(text.contains("the gradients are sharded over the ranks"), self.is_sharded, "{text}");
         }
         clip_grad_value(&of_optimizer, 1e9)?; // of each element by itself
         Ok(clip.map_or(Ok(()), |clip| optimizer.clip(clip).map(drop))?)
@@ -215,13 +214,11 @@ fn norms_and_predictions(ranks: usize, folder: &Path) {
         };
         let writer = PredictionWriter::from(config);
         let mut net =
-            Normed { net: Small::new(), is_divided: strategy != "ddp", norms: std::sync::Mutex::default() };
+            Normed { net: Small::new(), is_sharded: strategy != "ddp", norms: std::sync::Mutex::default() };
         let mut trainer = builder.gradient_clip_val(0.1).max_epochs(1).callback(writer).build().unwrap();
         trainer.fit(&mut net, &mut loaders(24)).unwrap();
         trainer.predict(&mut net, &mut all_loaders(8)).unwrap();
-        let leaves = net.net.parameters().into_iter().map(|parameter| parameter.tensor().shallow_clone());
-        let leaves: Vec<Tensor> = leaves.collect();
-        drop(grad_norm(&leaves, 2.0).unwrap()); // when the fit is over nothing is divided
+        drop(grad_norm(&net.net.parameters(), 2.0).unwrap()); // when the fit is over nothing is sharded
         trainer.world().barrier().unwrap();
         let mut files: Vec<_> =
             std::fs::read_dir(&written).unwrap().map(|file| file.unwrap().path()).collect();

@@ -129,9 +129,9 @@ impl Strategy for Ddp {
     }
 
     fn begin_backward(&mut self, loss: &Tensor, syncs: bool, votes: Votes) -> Result<()> {
-        let is_thawed =
+        let is_unfrozen =
             |(_, parameter, is_trained): &(String, Parameter, bool)| !is_trained && parameter.requires_grad();
-        if self.parameters.iter().any(is_thawed)
+        if self.parameters.iter().any(is_unfrozen)
             && let Some(group) = self.peers().cloned()
         {
             self.follow_trained(&group)?;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::Tensor;
 
-use super::reducer::Reducer;
+use super::unit_set::UnitSet;
 use crate::error::{ConfigError, Error, Result};
 use crate::ffi;
 use crate::nn::{CallWatcher, Gather, ModuleCall, ModuleHooks, Parameter, RemovableHandle, is_recomputing};
@@ -47,7 +47,7 @@ impl Phases {
 /// Unshards weights when they are accessed, and notes edits of weights that have master weights.
 #[derive(Debug)]
 pub(super) struct GatherOnAccess {
-    pub reducer: Arc<Mutex<Reducer>>,
+    pub set: Arc<Mutex<UnitSet>>,
     pub phase: Arc<Phases>,
 }
 
@@ -65,7 +65,7 @@ impl GatherOnAccess {
             ),
             Phase::Parked => (
                 "and no call of the trainer runs that could gather it",
-                "write it with trainer.save_weights, or make the module whole with trainer.gather_weights, on all ranks",
+                "write it with trainer.save_weights, or unshard the module with trainer.gather_weights, on all ranks",
             ),
             Phase::Gone => (
                 "and the trainer that could gather it is gone",
@@ -73,57 +73,57 @@ impl GatherOnAccess {
             ),
         };
         let name = parameter.fqn().unwrap_or_else(|| Arc::from("a parameter"));
-        let what = format!("{name} is divided among the ranks, {why}");
+        let what = format!("{name} is sharded over the ranks, {why}");
         Err(ConfigError::new("trainer.strategy", what, remedy).into())
     }
 }
 
-fn lock(reducer: &Mutex<Reducer>) -> MutexGuard<'_, Reducer> {
-    reducer.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(set: &Mutex<UnitSet>) -> MutexGuard<'_, UnitSet> {
+    set.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Gather for GatherOnAccess {
     fn gather(&self, parameter: &Parameter) -> Result<()> {
         self.check(parameter)?;
-        let mut reducer = lock(&self.reducer);
-        let Some((unit, _)) = reducer.place_of_id(parameter.id()) else { return Ok(()) };
-        reducer.need(unit)?;
-        reducer.units[unit].keep_until_step_end(); // the end of its use is not known
+        let mut set = lock(&self.set);
+        let Some((unit, _)) = set.place_of_id(parameter.id()) else { return Ok(()) };
+        set.unshard(unit)?;
+        set.units[unit].keep_until_step_end(); // the end of its use is not known
         Ok(())
     }
 
     fn touch(&self, parameter: &Parameter) -> Result<()> {
-        let mut reducer = lock(&self.reducer);
-        if let Some((unit, _)) = reducer.place_of_id(parameter.id()) {
-            reducer.units[unit].touch();
+        let mut set = lock(&self.set);
+        if let Some((unit, _)) = set.place_of_id(parameter.id()) {
+            set.units[unit].touch();
         }
         Ok(())
     }
 
     fn borrow(&self, parameter: &Parameter) -> Result<()> {
         self.check(parameter)?;
-        let mut reducer = lock(&self.reducer);
-        let Some((unit, _)) = reducer.place_of_id(parameter.id()) else { return Ok(()) };
-        reducer.pin(unit)?;
+        let mut set = lock(&self.set);
+        let Some((unit, _)) = set.place_of_id(parameter.id()) else { return Ok(()) };
+        set.pin(unit)?;
         if ffi::grad_is_enabled() {
-            reducer.units[unit].keep_until_step_end(); // backward may need it
+            set.units[unit].keep_until_step_end(); // backward may need it
         }
         Ok(())
     }
 
     fn release(&self, parameter: &Parameter, is_changed: bool) -> Result<()> {
-        let mut reducer = lock(&self.reducer);
-        let Some((unit, index)) = reducer.place_of_id(parameter.id()) else { return Ok(()) };
+        let mut set = lock(&self.set);
+        let Some((unit, index)) = set.place_of_id(parameter.id()) else { return Ok(()) };
         if is_changed {
-            reducer.units[unit].write_back(index)?;
+            set.units[unit].write_back(index)?;
         }
-        reducer.unpin(unit)
+        set.unpin(unit)
     }
 }
 
 /// Unshards the weights of a module before its call, and reshards them after it.
 struct Watcher {
-    reducer: Arc<Mutex<Reducer>>,
+    set: Arc<Mutex<UnitSet>>,
     /// By the module's fqn.
     units: Arc<HashMap<String, Vec<usize>>>,
     /// Those of the calls in progress.
@@ -134,10 +134,10 @@ impl CallWatcher for Watcher {
     fn before_forward(&mut self, call: &ModuleCall<'_>, _inputs: &[Tensor]) -> anyhow::Result<()> {
         self.open.push(Vec::new());
         for unit in self.units.get(call.fqn()).into_iter().flatten() {
-            let mut reducer = lock(&self.reducer);
-            reducer.pin(*unit)?;
-            reducer.units[*unit].open_calls += usize::from(ffi::grad_is_enabled() && !is_recomputing());
-            drop(reducer);
+            let mut set = lock(&self.set);
+            set.pin(*unit)?;
+            set.units[*unit].open_calls += usize::from(ffi::grad_is_enabled() && !is_recomputing());
+            drop(set);
             self.open.last_mut().into_iter().for_each(|open| open.push(*unit));
         }
         Ok(())
@@ -145,11 +145,11 @@ impl CallWatcher for Watcher {
 
     fn end(&mut self) {
         for unit in self.open.pop().into_iter().flatten() {
-            let mut reducer = lock(&self.reducer);
+            let mut set = lock(&self.set);
             if is_recomputing() {
-                reducer.keep_for_backward(unit);
+                set.keep_for_backward(unit);
             }
-            if let Err(error) = reducer.unpin(unit) {
+            if let Err(error) = set.unpin(unit) {
                 tracing::warn!("the memory of weights could not be freed: {error}");
             }
         }
@@ -159,39 +159,36 @@ impl CallWatcher for Watcher {
 /// Unshards and reshards units around the calls of their modules, given by fqn.
 pub(super) fn watch(
     hooks: &ModuleHooks,
-    reducer: &Arc<Mutex<Reducer>>,
+    set: &Arc<Mutex<UnitSet>>,
     units: HashMap<String, Vec<usize>>,
 ) -> Vec<RemovableHandle> {
     let units = Arc::new(units);
-    let watcher = Watcher { reducer: reducer.clone(), units: units.clone(), open: Vec::new() };
+    let watcher = Watcher { set: set.clone(), units: units.clone(), open: Vec::new() };
     let mut handles = vec![hooks.watch("*", watcher)];
-    let is_leaf = |unit: &usize| lock(reducer).units[*unit].is_leaf;
+    let is_leaf = |unit: &usize| lock(set).units[*unit].is_leaf;
     let leaves = units.iter().filter(|(_, units)| units.iter().any(is_leaf));
     let leaves: Vec<(String, Vec<usize>)> = leaves.map(|(fqn, units)| (fqn.clone(), units.clone())).collect();
     for (fqn, units) in leaves {
-        let reducer = reducer.clone();
+        let set = set.clone();
         let end = move |_: &ModuleCall<'_>, inputs: &mut [Option<Tensor>], _: &[Option<Tensor>]| {
             if inputs.iter().all(Option::is_none) {
                 return Ok(()); // the gradients of its parameters are still to come
             }
-            let mut reducer = lock(&reducer);
+            let mut set = lock(&set);
             for unit in &units {
-                reducer
-                    .end_of_leaf(*unit)
-                    .map_err(|error| reducer.fail(error, "gradients could not be averaged"))?;
+                set.end_of_leaf(*unit).map_err(|error| set.fail(error, "gradients could not be averaged"))?;
             }
             Ok(())
         };
         handles.push(hooks.register_full_backward_hook(fqn.as_str(), end));
     }
     for fqn in units.keys() {
-        let (reducer, units) = (reducer.clone(), units.clone());
+        let (set, units) = (set.clone(), units.clone());
         let gather = move |call: &ModuleCall<'_>, _: &mut [Option<Tensor>]| {
-            let mut reducer = lock(&reducer);
+            let mut set = lock(&set);
             for unit in units.get(call.fqn()).into_iter().flatten() {
-                reducer
-                    .need_in_backward(*unit)
-                    .map_err(|error| reducer.fail(error, "weights could not be gathered"))?;
+                set.unshard_in_backward(*unit)
+                    .map_err(|error| set.fail(error, "weights could not be gathered"))?;
             }
             Ok(())
         };
@@ -209,6 +206,6 @@ pub(super) fn explained(error: Error) -> Error {
         "backward needs a weight that is not in memory: what was computed with it reaches the loss, but not by the outputs of its \
          module, or it was computed before the last optimizer step ({error})"
     );
-    let remedy = "return from a module what the loss is computed from, or let the weight stay whole (param_persistence_threshold)";
+    let remedy = "return from a module what the loss is computed from, or let the weight stay unsharded (param_persistence_threshold)";
     ConfigError::new("trainer.strategy", what, remedy).into()
 }

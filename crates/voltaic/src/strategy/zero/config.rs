@@ -8,7 +8,7 @@ use crate::distributed::DEFAULT_TIMEOUT;
 use crate::precision::LossScalerConfig;
 use crate::strategy::offload::{Aio, OffloadOptimizer, OffloadParam, offloads};
 
-/// What is divided among the ranks, beside optimizer states.
+/// What is sharded over the ranks, beside optimizer states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ZeroStage {
     /// Optimizer states, and master weights if there are some.
@@ -67,10 +67,10 @@ impl GradientReduction {
     }
 }
 
-/// How weights, gradients and optimizer states are divided among ranks (ZeRO, arXiv:1910.02054).
+/// How weights, gradients and optimizer states are sharded over ranks (ZeRO, arXiv:1910.02054).
 #[derive(Debug, Clone, PartialEq)]
 pub struct ZeroConfig {
-    /// What is divided.
+    /// What is sharded.
     pub stage: ZeroStage,
     /// Most elements of gradients that travel together; a larger parameter travels alone.
     pub reduce_bucket_size: usize,
@@ -92,7 +92,7 @@ pub struct ZeroConfig {
     pub master_weights: bool,
     /// Without master weights: the optimizer keeps its states in float32, and computes updates in it.
     pub float32_states: bool,
-    /// Stage 3: parameters of at most as many elements stay whole.
+    /// Stage 3: parameters of at most as many elements stay unsharded.
     pub param_persistence_threshold: usize,
     /// How the loss is scaled with weights in float16.
     pub fp16: LossScalerConfig,
@@ -100,15 +100,15 @@ pub struct ZeroConfig {
     pub check_grad_overflow: bool,
     /// Stage 3: most elements of weights that are on their way ahead of their use; 0 gathers each when it is needed.
     pub prefetch_bucket_size: usize,
-    /// Stage 3: most elements of whole weights in memory at once, those that stay not counted. What a module needs for its call
+    /// Stage 3: most elements of unsharded weights in memory at once, those that stay not counted. What a module needs for its call
     /// is gathered even if it alone is more.
     pub max_live_parameters: usize,
     /// Stage 3: weights that are needed again before so many elements of others stay in memory until then; 0 frees all but those
     /// that are needed next.
     pub max_reuse_distance: usize,
-    /// Stage 3: after a call the module is whole on each rank; without, or if it was made within
-    /// [`nn::init::deferred`](crate::nn::init::deferred), it stays divided until
-    /// [`Trainer::gather_weights`](crate::trainer::Trainer::gather_weights). Each call divides it again: fits, `validate`, `test` and
+    /// Stage 3: after a call the module is unsharded on each rank; without, or if it was made within
+    /// [`nn::init::deferred`](crate::nn::init::deferred), it stays sharded until
+    /// [`Trainer::gather_weights`](crate::trainer::Trainer::gather_weights). Each call shards it again: fits, `validate`, `test` and
     /// `predict`.
     pub gather_after_fit: bool,
     /// Stage 3: modules whose weights are gathered as a whole when they are called, and whose gradients are reduced as a whole, such as

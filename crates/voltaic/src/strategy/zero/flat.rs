@@ -1,4 +1,4 @@
-//! Parameters that lie one behind the other in one tensor, of which each rank has a part.
+//! Parameters that lie one behind the other in one tensor, of which each rank has a shard.
 
 use std::ops::Range;
 
@@ -9,11 +9,11 @@ use crate::error::{ConfigError, Result};
 use crate::ffi;
 use crate::nn::Parameter;
 
-/// Parameters start, and parts end, at multiples of so many elements: kernels then meet the same groups of elements in a part
+/// Parameters start, and shards end, at multiples of so many elements: kernels then meet the same groups of elements in a shard
 /// as in the whole parameter, and give the same bits.
 const ALIGN: usize = 16;
 
-/// Elements of a part that may be left free so that kernels are cut between their outputs.
+/// Elements of a shard that may be left free so that kernels are cut between their outputs.
 const SLACK: usize = 1024;
 
 /// A parameter and its place.
@@ -29,26 +29,26 @@ pub(super) struct Place {
     pub order: MemoryOrder,
 }
 
-/// Where the parameters of a unit lie, and which part of them a rank has.
+/// Where the parameters of a unit lie, and which shard of them a rank has.
 #[derive(Debug, Clone)]
 pub(super) struct Layout {
     pub places: Vec<Place>,
-    /// Elements of a rank's part.
-    pub part_len: usize,
+    /// Elements of a rank's shard.
+    pub shard_len: usize,
     pub ranks: usize,
     pub kind: Kind,
     /// Where the weights are, and what is computed with them.
     pub device: tch::Device,
-    /// Where a rank's part is, its gradients and what the optimizer keeps of it.
+    /// Where a rank's shard is, its gradients and what the optimizer keeps of it.
     pub storage: tch::Device,
-    /// Where the shard is from which sharded weights are gathered.
-    pub shard_storage: tch::Device,
+    /// Where the weight shard is: what sharded weights are gathered from.
+    pub weight_shard_storage: tch::Device,
     /// Offloaded tensors are in pinned memory.
     pub pins: bool,
-    /// Whether the part, and what the optimizer keeps of it, are in files between steps.
-    pub swaps_part: bool,
-    /// Whether the shard is in a file.
+    /// Whether the shard, and what the optimizer keeps of it, are in files between steps.
     pub swaps_shard: bool,
+    /// Whether the weight shard is in a file.
+    pub swaps_weight_shard: bool,
 }
 
 impl Layout {
@@ -62,7 +62,7 @@ impl Layout {
             let numels = parameters.iter().map(|(_, parameter)| parameter.numel());
             numels.zip(orders).map(|(numel, order)| Size { numel, step: order.step() }).collect()
         };
-        let (starts, part_len) = arrange(&sizes(&orders), ranks).unwrap_or_else(|| {
+        let (starts, shard_len) = arrange(&sizes(&orders), ranks).unwrap_or_else(|| {
             orders.iter_mut().for_each(|order| *order = MemoryOrder::Rows);
             side_by_side(&sizes(&orders), ranks)
         });
@@ -71,9 +71,20 @@ impl Layout {
             Place { fqn, parameter, start, numel, shape, order }
         };
         let places = parameters.into_iter().zip(starts).zip(orders).map(place).collect();
-        let (storage, shard_storage) = (device, device);
-        let (pins, swaps_part, swaps_shard) = (false, false, false);
-        Self { places, part_len, ranks, kind, device, storage, shard_storage, pins, swaps_part, swaps_shard }
+        let (storage, weight_shard_storage) = (device, device);
+        let (pins, swaps_shard, swaps_weight_shard) = (false, false, false);
+        Self {
+            places,
+            shard_len,
+            ranks,
+            kind,
+            device,
+            storage,
+            weight_shard_storage,
+            pins,
+            swaps_shard,
+            swaps_weight_shard,
+        }
     }
 
     /// The parameters in messages: the first, and how many more there are.
@@ -85,7 +96,7 @@ impl Layout {
         }
     }
 
-    /// Whether a rank's part is on another device than the weights.
+    /// Whether a rank's shard is on another device than the weights.
     pub fn is_stored_apart(&self) -> bool {
         self.storage != self.device
     }
@@ -105,13 +116,13 @@ impl Layout {
     }
 
     /// Whether nothing of the unit is on another device than the weights.
-    pub fn has_part_beside_weights(&self) -> bool {
-        !self.is_stored_apart() && self.shard_storage == self.device
+    pub fn has_shard_beside_weights(&self) -> bool {
+        !self.is_stored_apart() && self.weight_shard_storage == self.device
     }
 
     /// Elements of the flat tensor.
     pub fn len(&self) -> usize {
-        self.part_len * self.ranks
+        self.shard_len * self.ranks
     }
 
     /// A flat tensor of this layout, whose values are not set but for zeros between the parameters.
@@ -125,28 +136,28 @@ impl Layout {
         Ok(flat)
     }
 
-    /// Tensors like the parameters, whole, from what each rank has of them; this one has `slices`. Zeros where no rank has any.
+    /// Unsharded tensors like the parameters, from what each rank has of them; this one has `sharded_params`. Zeros where no rank has any.
     ///
     /// # Collective
     /// All ranks of `group` must call it.
-    pub fn whole(
+    pub fn unsharded(
         &self,
         rank: usize,
         group: Option<&ProcessGroup>,
-        slices: &[Option<Tensor>],
+        sharded_params: &[Option<Tensor>],
         kind: Kind,
     ) -> Result<Vec<Tensor>> {
         let _no_grad = tch::no_grad_guard();
-        let len = [self.part_len as i64];
-        let part = Tensor::f_zeros(len, (kind, self.device))?;
-        for (place, slice) in self.places.iter().zip(slices) {
-            if let Some(slice) = slice {
-                self.slice(&part, place, rank)?.f_copy_(slice)?;
+        let len = [self.shard_len as i64];
+        let shard = Tensor::f_zeros(len, (kind, self.device))?;
+        for (place, sharded) in self.places.iter().zip(sharded_params) {
+            if let Some(sharded) = sharded {
+                self.param_shard(&shard, place, rank)?.f_copy_(sharded)?;
             }
         }
         let flat = match group {
-            Some(group) if self.part_len > 0 => group.all_gather(&part)?.f_view([-1_i64])?,
-            _ => part,
+            Some(group) if self.shard_len > 0 => group.all_gather(&shard)?.f_view([-1_i64])?,
+            _ => shard,
         };
         self.views(&flat)
     }
@@ -184,28 +195,28 @@ impl Layout {
         Ok(())
     }
 
-    /// The part of a flat tensor that a rank has.
-    pub fn part(&self, flat: &Tensor, rank: usize) -> Result<Tensor> {
-        narrow(flat, self.part_range(rank))
+    /// The shard of a flat tensor that a rank has.
+    pub fn shard(&self, flat: &Tensor, rank: usize) -> Result<Tensor> {
+        narrow(flat, self.shard_range(rank))
     }
 
-    fn part_range(&self, rank: usize) -> Range<usize> {
-        rank * self.part_len..(rank + 1) * self.part_len
+    fn shard_range(&self, rank: usize) -> Range<usize> {
+        rank * self.shard_len..(rank + 1) * self.shard_len
     }
 
     /// Which elements of a parameter, flattened, a rank has; perhaps none. In memory they may have another order.
     pub fn range(&self, place: &Place, rank: usize) -> Range<usize> {
-        let part = self.part_range(rank);
+        let shard = self.shard_range(rank);
         let within = |at: usize| at.clamp(place.start, place.start + place.numel) - place.start;
-        within(part.start)..within(part.end)
+        within(shard.start)..within(shard.end)
     }
 
-    /// The elements of a parameter in a rank's part, as a view of it, in their order in memory.
-    pub fn slice(&self, part: &Tensor, place: &Place, rank: usize) -> Result<Tensor> {
+    /// The elements of a parameter in a rank's shard, as a view of it, in their order in memory.
+    pub fn param_shard(&self, shard: &Tensor, place: &Place, rank: usize) -> Result<Tensor> {
         let range = self.range(place, rank);
-        let first = (place.start + range.start).saturating_sub(rank * self.part_len);
+        let first = (place.start + range.start).saturating_sub(rank * self.shard_len);
         let first = if range.is_empty() { 0 } else { first };
-        narrow(part, first..first + range.len())
+        narrow(shard, first..first + range.len())
     }
 }
 
@@ -296,7 +307,7 @@ struct Size {
     step: usize,
 }
 
-/// Where parameters start, one behind the other, and the length of a part.
+/// Where parameters start, one behind the other, and the length of a shard.
 fn side_by_side(sizes: &[Size], ranks: usize) -> (Vec<usize>, usize) {
     let mut end = 0;
     let starts = sizes.iter().map(|size| {
@@ -314,35 +325,35 @@ fn arrange(sizes: &[Size], ranks: usize) -> Option<(Vec<usize>, usize)> {
     if sizes.iter().all(|size| size.step == ALIGN) {
         return Some((starts, least));
     }
-    let mut part_len = least;
-    while part_len <= least + least / 16 + SLACK {
-        part_len = match place(sizes, part_len) {
-            Ok((starts, end)) if end <= part_len * ranks => return Some((starts, part_len)),
-            Ok((_, end)) => part_len + (end - part_len * ranks).div_ceil(ranks).next_multiple_of(ALIGN),
-            Err(step) => part_len.next_multiple_of(step),
+    let mut shard_len = least;
+    while shard_len <= least + least / 16 + SLACK {
+        shard_len = match place(sizes, shard_len) {
+            Ok((starts, end)) if end <= shard_len * ranks => return Some((starts, shard_len)),
+            Ok((_, end)) => shard_len + (end - shard_len * ranks).div_ceil(ranks).next_multiple_of(ALIGN),
+            Err(step) => shard_len.next_multiple_of(step),
         };
     }
     None
 }
 
-/// Where parameters start and the last one ends, with parts of this length.
+/// Where parameters start and the last one ends, with shards of this length.
 ///
 /// # Errors
-/// With the step of a parameter that is longer than a part, if the length is no multiple of it.
-fn place(sizes: &[Size], part_len: usize) -> Result<(Vec<usize>, usize), usize> {
+/// With the step of a parameter that is longer than a shard, if the length is no multiple of it.
+fn place(sizes: &[Size], shard_len: usize) -> Result<(Vec<usize>, usize), usize> {
     let mut end = 0;
     let mut starts = Vec::with_capacity(sizes.len());
     for Size { numel, step } in sizes.iter().copied() {
         let mut start = end;
-        let mut cut = (start / part_len + 1) * part_len;
+        let mut cut = (start / shard_len + 1) * shard_len;
         if cut < start + numel {
             start += (cut - start) % step;
-            cut = if start == cut { cut + part_len } else { cut };
-            if cut + part_len < start + numel && !part_len.is_multiple_of(step) {
+            cut = if start == cut { cut + shard_len } else { cut };
+            if cut + shard_len < start + numel && !shard_len.is_multiple_of(step) {
                 return Err(step);
             }
             if cut < start + numel && !(cut - start).is_multiple_of(step) {
-                return Err(step); // it starts with a part, and is longer
+                return Err(step); // it starts with a shard, and is longer
             }
         }
         starts.push(start);
@@ -436,8 +447,8 @@ mod tests {
                 view.copy_(place.parameter.leaf());
                 let rows = Tensor::arange(place.numel as i64, (Kind::Float, tch::Device::Cpu));
                 for rank in 0..ranks {
-                    let part = layout.part(&flat, rank).unwrap();
-                    let own = layout.slice(&part, place, rank).unwrap();
+                    let shard = layout.shard(&flat, rank).unwrap();
+                    let own = layout.param_shard(&shard, place, rank).unwrap();
                     let in_rows = place.to_rows(&own).unwrap();
                     assert_eq!(in_rows, narrow(&rows, layout.range(place, rank)).unwrap(), "{ranks} ranks");
                     assert_eq!(place.to_memory_order(&in_rows).unwrap(), own);
@@ -454,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_all_of_a_parameter_and_fit_together() {
+    fn shards_are_all_of_a_parameter_and_fit_together() {
         for ranks in [1, 2, 3, 4, 7] {
             let params = vec![parameter(&[5, 7]), parameter(&[0]), parameter(&[1]), parameter(&[40])];
             let layout = Layout::of(params, ranks);
@@ -467,11 +478,11 @@ mod tests {
                 );
             }
             for place in &layout.places {
-                let parts = (0..ranks).map(|rank| {
-                    let part = layout.part(&flat, rank).unwrap();
-                    layout.slice(&part, place, rank).unwrap()
+                let shards = (0..ranks).map(|rank| {
+                    let shard = layout.shard(&flat, rank).unwrap();
+                    layout.param_shard(&shard, place, rank).unwrap()
                 });
-                let whole = Tensor::cat(&parts.collect::<Vec<_>>(), 0);
+                let whole = Tensor::cat(&shards.collect::<Vec<_>>(), 0);
                 assert_eq!(whole, Tensor::arange(place.numel as i64, (Kind::Float, tch::Device::Cpu)));
             }
             let used: i64 = layout.places.iter().map(|place| place.numel as i64).sum();

@@ -1,4 +1,4 @@
-//! Parts, weights and gradients of units that are moved to memory of the host between phases of training, and back.
+//! Shards, weights and gradients of units that are moved to memory of the host between phases of training, and back.
 
 use tch::Tensor;
 
@@ -18,35 +18,35 @@ impl Unit {
     /// Moves these states back to where they are kept otherwise.
     pub fn reload_states(&mut self, states: &[OffloadState]) -> Result<()> {
         let layout = &self.layout;
-        let homes = [layout.device, layout.storage, layout.shard_storage];
+        let homes = [layout.device, layout.storage, layout.weight_shard_storage];
         self.place_states(&|state| states.contains(&state), homes, false)
     }
 
-    /// Moves states to where weights, the part and the shard are to be.
+    /// Moves states to where weights, the shard and the copies that weights are gathered from are to be.
     fn place_states(
         &mut self,
         includes: &dyn Fn(OffloadState) -> bool,
-        [weights, part, shard]: [tch::Device; 3],
+        [weights, shard, weight_shard]: [tch::Device; 3],
         pins: bool,
     ) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         if includes(OffloadState::LpParams) {
-            if !self.is_sharded() {
+            if !self.shards_weights() {
                 self.move_weights(weights, pins)?;
             }
-            self.weight_shard.place(shard, pins)?;
+            self.weight_shard.place(weight_shard, pins)?;
         }
-        // without master weights the part is what the module computes with
-        let of_part = if self.has_master { OffloadState::HpParams } else { OffloadState::LpParams };
-        if self.has_own_part() && includes(of_part) && self.part.device() != part {
-            self.use_part(moved(&self.part, part, pins)?)?;
+        // without master weights the shard is what the module computes with
+        let of_shard = if self.has_master { OffloadState::HpParams } else { OffloadState::LpParams };
+        if self.has_own_shard() && includes(of_shard) && self.shard.device() != shard {
+            self.use_shard(moved(&self.shard, shard, pins)?)?;
         }
         if includes(OffloadState::LpGrads) {
             self.leaves().try_for_each(|leaf| move_grad(leaf, weights, pins))?;
             if let Some(sums) = self.sums.as_mut().filter(|sums| sums.device() != weights) {
                 *sums = moved(sums, weights, pins)?;
             }
-            self.move_grads(part, pins)?;
+            self.move_grads(shard, pins)?;
         }
         Ok(())
     }
@@ -60,34 +60,34 @@ impl Unit {
             take_place(leaf, &view)?;
         }
         self.flat = flat;
-        if self.has_own_part() {
+        if self.has_own_shard() {
             return Ok(());
         }
-        let own = self.layout.part(&self.flat, self.rank)?;
-        self.use_part(own)
+        let own = self.layout.shard(&self.flat, self.rank)?;
+        self.use_shard(own)
     }
 
-    /// Makes this tensor, which has its values, the part.
-    fn use_part(&mut self, part: Tensor) -> Result<()> {
-        for (index, slice) in self.slices.iter().enumerate() {
-            take_place(slice.leaf(), &self.slice_in(&part, index)?)?;
+    /// Makes this tensor, which has its values, the shard.
+    fn use_shard(&mut self, shard: Tensor) -> Result<()> {
+        for (index, sharded) in self.sharded_params.iter().enumerate() {
+            take_place(sharded.leaf(), &self.param_shard_in(&shard, index)?)?;
         }
-        self.part = part;
+        self.shard = shard;
         Ok(())
     }
 
-    /// Moves the gradients of the part, of which the optimizer has slices, unless they were clipped by themselves.
+    /// Moves the gradients of the shard, which the optimizer sees by its parameters, unless they were clipped by themselves.
     fn move_grads(&mut self, device: tch::Device, pins: bool) -> Result<()> {
         let Some(grads) = self.grads.as_ref().filter(|grads| grads.device() != device) else { return Ok(()) };
         let (kind, grads) = (grads.kind(), moved(grads, device, pins)?);
-        let shown = |(_, slice): &(usize, &Parameter)| slice.grad().defined();
-        for (index, slice) in self.slices.iter().enumerate().filter(shown) {
-            let own = slice.grad();
+        let shown = |(_, sharded): &(usize, &Parameter)| sharded.grad().defined();
+        for (index, sharded) in self.sharded_params.iter().enumerate().filter(shown) {
+            let own = sharded.grad();
             let own = match own.kind() == kind {
-                true => self.slice_in(&grads, index)?,
+                true => self.param_shard_in(&grads, index)?,
                 false => moved(&own, device, pins)?,
             };
-            ffi::set_grad(slice.leaf(), &own)?;
+            ffi::set_grad(sharded.leaf(), &own)?;
         }
         self.grads = Some(grads);
         Ok(())

@@ -2,7 +2,7 @@
 
 use tch::Kind;
 
-use super::reducer::Reducer;
+use super::unit_set::UnitSet;
 use crate::error::Result;
 use crate::nn::{Module, ModuleExt, Parameter};
 
@@ -18,17 +18,17 @@ pub(super) fn move_buffers(module: &dyn Module, device: tch::Device, dtype: Opti
 }
 
 /// Whether a parameter of the module has its place in a unit.
-pub(super) fn has_some(reducer: &Reducer, module: &dyn Module) -> bool {
-    module.parameters().iter().any(|parameter| reducer.place_of_id(parameter.id()).is_some())
+pub(super) fn has_some(set: &UnitSet, module: &dyn Module) -> bool {
+    module.parameters().iter().any(|parameter| set.place_of_id(parameter.id()).is_some())
 }
 
 /// Whether the units have all parameters of the module, under their names, and no others.
-pub(super) fn has_all(reducer: &Reducer, module: &dyn Module) -> bool {
+pub(super) fn has_all(set: &UnitSet, module: &dyn Module) -> bool {
     let params = module.named_parameters();
     let is_placed = |(fqn, parameter): &(String, Parameter)| {
-        let place = reducer.place_of_id(parameter.id());
-        place.is_some_and(|(unit, index)| reducer.units[unit].layout.places[index].fqn == *fqn)
+        let place = set.place_of_id(parameter.id());
+        place.is_some_and(|(unit, index)| set.units[unit].layout.places[index].fqn == *fqn)
     };
-    let placed: usize = reducer.units.iter().map(|unit| unit.layout.places.len()).sum();
+    let placed: usize = set.units.iter().map(|unit| unit.layout.places.len()).sum();
     params.len() == placed && params.iter().all(is_placed)
 }

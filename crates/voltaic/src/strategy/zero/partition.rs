@@ -18,7 +18,7 @@ use crate::strategy::offload::OffloadDevice;
 /// The parameters of each optimizer, with their fqn.
 pub(super) type Trained = [Vec<(String, Parameter)>];
 
-/// Divides parameters into units.
+/// Groups parameters into units.
 pub(super) struct Partitioner<'a> {
     pub config: &'a ZeroConfig,
     pub dp_shard: &'a SubMesh,
@@ -89,13 +89,13 @@ impl Partitioner<'_> {
         assign(&keys, self.config.max_unit_len()).into_iter().map(unit).collect()
     }
 
-    /// The layout of a unit whose part and shard are where the settings say; the part `stays` beside the weights if it is not to be
+    /// The layout of a unit whose shard and weight shard are where the settings say; the shard `stays` beside the weights if it is not to be
     /// offloaded.
     fn stored(&self, layout: Layout, stays: bool) -> Layout {
         let place = |offload| if offload == OffloadDevice::None { layout.device } else { tch::Device::Cpu };
         let pins = layout.device != tch::Device::Cpu && self.pins();
         let storage = if stays { layout.device } else { place(self.config.offload_optimizer.device) };
-        Layout { storage, shard_storage: place(self.config.offload_param.device), pins, ..layout }
+        Layout { storage, weight_shard_storage: place(self.config.offload_param.device), pins, ..layout }
     }
 
     /// Whether what is offloaded is in pinned memory: it is to be, and can be.
@@ -113,7 +113,7 @@ impl Partitioner<'_> {
         false
     }
 
-    /// Which units' parts stay beside the weights although the others' are offloaded: the first ones, as far as they have their share of
+    /// Which units' shards stay beside the weights although the others' are offloaded: the first ones, as far as they have their share of
     /// all elements.
     fn stay(&self, lens: &[usize]) -> Vec<bool> {
         let share = (1.0 - self.config.offload_optimizer.ratio) * lens.iter().sum::<usize>() as f64;
@@ -154,10 +154,10 @@ impl Partitioner<'_> {
             let ids = members.iter().min().copied().unwrap_or(0)..=members.iter().max().copied().unwrap_or(0);
             let members = members.iter().map(|&at| params[at].clone()).collect();
             let layout = self.stored(Layout { kind, device, ..Layout::of(members, *size) }, stays);
-            let [swaps_part, swaps_shard] =
+            let [swaps_shard, swaps_weight_shard] =
                 [&self.config.offload_optimizer.device, &self.config.offload_param.device]
                     .map(|device| *device == OffloadDevice::Nvme && module.is_some());
-            let layout = Layout { swaps_part: swaps_part && !stays, swaps_shard, ..layout };
+            let layout = Layout { swaps_shard: swaps_shard && !stays, swaps_weight_shard, ..layout };
             let masters = self.config.master_weights;
             let keeps_values = *rank == 0; // the others get these
             let mut unit = Unit::of_module(layout, *rank, masters, (module, keeps_values))?;
@@ -165,7 +165,7 @@ impl Partitioner<'_> {
             if let Some(group) = self.peers {
                 unit.take_from_rank_zero(group)?;
             }
-            unit.release()?; // the next one needs the room
+            unit.reshard()?; // the next one needs the room
             unit.ids = ids;
             files.take(number, &mut unit)?;
             Ok(unit)
@@ -180,7 +180,7 @@ impl Partitioner<'_> {
         (dtype.unwrap_or(parameter.kind()), device)
     }
 
-    /// Notes which optimizer changes each unit. Parameters that stay whole and travel together, but belong to several, are made
+    /// Notes which optimizer changes each unit. Parameters that stay unsharded and travel together, but belong to several, are made
     /// units of their own, behind all others. Returns whether there are some.
     ///
     /// # Errors
@@ -202,7 +202,7 @@ impl Partitioner<'_> {
             match changed[..] {
                 [] => {}
                 [(optimizer, _)] => unit.optimizer = *optimizer,
-                [(_, first), (_, second), ..] if unit.is_sharded() => {
+                [(_, first), (_, second), ..] if unit.shards_weights() => {
                     let what = format!(
                         "{} and {} travel together, but belong to two optimizers",
                         second[0].0, first[0].0

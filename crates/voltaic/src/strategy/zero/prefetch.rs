@@ -3,12 +3,12 @@
 //! The next units are gathered while the present ones are used, in the same order on all ranks. A step that differs from the last one
 //! gathers each unit when it is needed.
 
-use super::reducer::Reducer;
 use super::unit::Unit;
+use super::unit_set::UnitSet;
 use crate::error::Result;
 use crate::ffi;
 
-impl Reducer {
+impl UnitSet {
     /// Elements of sharded weights that are unsharded now.
     pub fn live(&self) -> usize {
         self.tally.live()
@@ -19,21 +19,21 @@ impl Reducer {
     ///
     /// # Collective
     /// All ranks must call it.
-    pub fn need(&mut self, unit: usize) -> Result<()> {
-        if !ffi::is_in_backward() && self.units[unit].is_sharded() {
+    pub fn unshard(&mut self, unit: usize) -> Result<()> {
+        if !ffi::is_in_backward() && self.units[unit].shards_weights() {
             self.order.need(unit);
         }
-        self.gather_and_prefetch(unit)
+        self.unshard_and_prefetch(unit)
     }
 
-    fn gather_and_prefetch(&mut self, unit: usize) -> Result<()> {
-        if !self.units[unit].is_sharded() {
+    fn unshard_and_prefetch(&mut self, unit: usize) -> Result<()> {
+        if !self.units[unit].shards_weights() {
             return Ok(());
         }
         if self.units[unit].live() == 0 {
-            self.release_for(self.units[unit].layout.len())?;
+            self.reshard_for(self.units[unit].layout.len())?;
         }
-        self.gather(unit)?;
+        self.unshard_alone(unit)?;
         self.max_live = self.max_live.max(self.live());
         self.prefetch()
     }
@@ -42,32 +42,32 @@ impl Reducer {
     ///
     /// # Collective
     /// All ranks must call it.
-    pub fn gather(&mut self, unit: usize) -> Result<()> {
-        self.start(unit)?;
-        self.units[unit].wait_for_gather()
+    pub fn unshard_alone(&mut self, unit: usize) -> Result<()> {
+        self.start_unshard(unit)?;
+        self.units[unit].wait_for_unshard()
     }
 
     /// Starts to unshard a unit's weights, if they are sharded.
-    fn start(&mut self, unit: usize) -> Result<()> {
-        if self.units[unit].is_released() {
-            self.gathered.note(unit);
+    fn start_unshard(&mut self, unit: usize) -> Result<()> {
+        if self.units[unit].is_sharded() {
+            self.order_digest.note(unit);
         }
-        self.with_unit(unit, Unit::start)
+        self.with_unit(unit, Unit::start_unshard)
     }
 
-    /// As [`Reducer::need`]; the weights are kept at least until [`Reducer::unpin`].
+    /// As [`UnitSet::unshard`]; the weights are kept at least until [`UnitSet::unpin`].
     pub fn pin(&mut self, unit: usize) -> Result<()> {
-        self.need(unit)?;
+        self.unshard(unit)?;
         self.units[unit].pin();
         Ok(())
     }
 
-    /// As [`Reducer::need`], for a module whose backward pass begins: the weights are kept until their gradients are complete.
-    pub fn need_in_backward(&mut self, unit: usize) -> Result<()> {
-        if self.units[unit].is_sharded() {
+    /// As [`UnitSet::unshard`], for a module whose backward pass begins: the weights are kept until their gradients are complete.
+    pub fn unshard_in_backward(&mut self, unit: usize) -> Result<()> {
+        if self.units[unit].shards_weights() {
             self.order.need(unit);
         }
-        self.gather_and_prefetch(unit)?;
+        self.unshard_and_prefetch(unit)?;
         self.units[unit].begin_backward();
         Ok(())
     }
@@ -88,17 +88,17 @@ impl Reducer {
         if is_needed && self.live() <= self.config.max_live_parameters {
             return Ok(());
         }
-        self.units[unit].release()
+        self.units[unit].reshard()
     }
 
     /// Reshards unused weights, those that are needed last first, until `len` more elements are within the bound.
-    fn release_for(&mut self, len: usize) -> Result<()> {
+    fn reshard_for(&mut self, len: usize) -> Result<()> {
         let bound = self.config.max_live_parameters.saturating_sub(len);
         while self.live() > bound {
             let idle = self.units.iter().enumerate().filter(|(_, unit)| unit.is_idle());
             let next_use = |unit: usize| self.order.distance(unit).unwrap_or(usize::MAX);
             let Some(last) = idle.map(|(unit, _)| unit).max_by_key(|unit| next_use(*unit)) else { break };
-            self.units[last].release()?;
+            self.units[last].reshard()?;
         }
         Ok(())
     }
@@ -109,10 +109,10 @@ impl Reducer {
         if self.tally.is_full() {
             return Ok(());
         }
-        let next = self.gather_next()?;
+        let next = self.prefetch_next()?;
         for after in next.. {
             let Some(unit) = self.order.upcoming(after) else { break };
-            if self.units[unit].is_released() && !self.units[unit].read_ahead()? {
+            if self.units[unit].is_sharded() && !self.units[unit].read_ahead()? {
                 break;
             }
         }
@@ -120,7 +120,7 @@ impl Reducer {
     }
 
     /// Returns how many units from now comes the first that is not on its way.
-    fn gather_next(&mut self) -> Result<usize> {
+    fn prefetch_next(&mut self) -> Result<usize> {
         let (mut arriving, mut live) = (self.tally.arriving(), self.live());
         for after in 0.. {
             let Some(unit) = self.order.upcoming(after) else { return Ok(after) };
@@ -132,7 +132,7 @@ impl Reducer {
             if arriving > self.config.prefetch_bucket_size || live > self.config.max_live_parameters {
                 return Ok(after);
             }
-            self.start(unit)?;
+            self.start_unshard(unit)?;
             self.max_live = self.max_live.max(live);
         }
         Ok(usize::MAX)
@@ -142,7 +142,7 @@ impl Reducer {
     pub fn end_step(&mut self) -> Result<()> {
         self.order.end();
         self.units.iter_mut().try_for_each(|unit| {
-            unit.wait_for_gather()?;
+            unit.wait_for_unshard()?;
             unit.end_backward()
         })
     }

@@ -32,7 +32,7 @@ struct Held {
     /// Of optimizer states, which exist after the first step.
     states: usize,
     /// Of unsharded weights, the most at a time.
-    whole: usize,
+    unsharded: usize,
     buffers: usize,
 }
 
@@ -49,14 +49,14 @@ pub(super) struct Peaks {
 impl MemoryReport {
     /// The highest use in a run: with these peaks, and at most so many elements unsharded at once.
     pub fn with(self, peaks: Peaks, max_live: usize, units: &[Unit]) -> Self {
-        let sharded = units.iter().filter(|unit| unit.is_sharded());
+        let sharded = units.iter().filter(|unit| unit.shards_weights());
         let element = sharded.map(|unit| unit.layout.kind.elt_size_in_bytes()).max().unwrap_or(0);
         let Self { device, host } = self;
         Self {
             device: Held {
                 gradients: peaks.gradients,
                 states: peaks.states,
-                whole: max_live * element,
+                unsharded: max_live * element,
                 ..device
             },
             host: Held { gradients: peaks.offloaded_gradients, states: peaks.offloaded_states, ..host },
@@ -80,31 +80,31 @@ impl MemoryReport {
             let layout = &unit.layout;
             let element = layout.kind.elt_size_in_bytes();
             let is_trained = unit.trained().any(|trained| trained);
-            let part = element * layout.part_len;
+            let shard = element * layout.shard_len;
             let stored = if layout.is_stored_apart() { &mut host } else { &mut device };
             match unit.has_master {
                 // on the host, the shard beside it is all that there is in memory without master weights
-                _ if unit.is_part_in_file && (unit.has_master || layout.is_stored_apart()) => {}
-                true => stored.masters += 4 * layout.part_len,
-                // in float32 the part is all that there is of sharded weights, and a copy of others
-                false if unit.is_sharded() || layout.is_stored_apart() => stored.parameters += part,
+                _ if unit.is_shard_in_file && (unit.has_master || layout.is_stored_apart()) => {}
+                true => stored.masters += 4 * layout.shard_len,
+                // in float32 the shard is all that there is of sharded weights, and a copy of others
+                false if unit.shards_weights() || layout.is_stored_apart() => stored.parameters += shard,
                 false => {}
             }
-            let stays_whole = config.stage == ZeroStage::One;
-            if is_trained && !unit.is_part_in_file && (layout.is_stored_apart() || !stays_whole) {
-                stored.gradients += part;
+            let stays_unsharded = config.stage == ZeroStage::One;
+            if is_trained && !unit.is_shard_in_file && (layout.is_stored_apart() || !stays_unsharded) {
+                stored.gradients += shard;
             }
-            if is_trained && stays_whole {
+            if is_trained && stays_unsharded {
                 device.gradients += element * layout.len();
             }
-            if !unit.is_sharded() {
+            if !unit.shards_weights() {
                 device.parameters += element * layout.len();
-            } else if unit.has_master && layout.has_part_beside_weights() {
-                device.parameters += part;
+            } else if unit.has_master && layout.has_shard_beside_weights() {
+                device.parameters += shard;
             }
             if layout.device != tch::Device::Cpu {
-                device.parameters += unit.shard_bytes_on(layout.device);
-                host.parameters += unit.shard_bytes_on(tch::Device::Cpu);
+                device.parameters += unit.weight_shard_bytes_on(layout.device);
+                host.parameters += unit.weight_shard_bytes_on(tch::Device::Cpu);
             }
         }
         Self { device, host }
@@ -123,7 +123,7 @@ impl fmt::Display for MemoryReport {
 
 impl fmt::Display for Held {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { parameters, gradients, masters, buffers, states, whole } = *self;
+        let Self { parameters, gradients, masters, buffers, states, unsharded } = *self;
         let size = |bytes: usize| format_size(bytes);
         write!(f, "parameters {}, gradients {}, ", size(parameters), size(gradients))?;
         if masters > 0 {
@@ -132,8 +132,8 @@ impl fmt::Display for Held {
         if states > 0 {
             write!(f, "optimizer states {}, ", size(states))?;
         }
-        if whole > 0 {
-            write!(f, "weights in use {}, ", size(whole))?;
+        if unsharded > 0 {
+            write!(f, "weights in use {}, ", size(unsharded))?;
         }
         write!(f, "buffers {}", size(buffers))
     }

@@ -2,23 +2,23 @@
 
 use tch::Tensor;
 
-use super::reducer::Reducer;
 use super::unit::{STEP, Unit};
+use super::unit_set::UnitSet;
 use crate::checkpoint::{MASTER, Part, ShardSpec};
 use crate::error::{ConfigError, Result};
 use crate::optim::OptimizerState;
 
 /// What this rank has of a parameter in a unit.
-pub(super) fn shard(reducer: &Reducer, fqn: &str) -> Option<ShardSpec> {
-    let (unit, index) = reducer.place_of(fqn)?;
-    Some(shard_of(&reducer.units[unit], index))
+pub(super) fn shard(set: &UnitSet, fqn: &str) -> Option<ShardSpec> {
+    let (unit, index) = set.place_of(fqn)?;
+    Some(shard_of(&set.units[unit], index))
 }
 
 /// The same if its weight is sharded.
-pub(super) fn weight_shard(reducer: &Reducer, fqn: &str) -> Option<ShardSpec> {
-    let (unit, index) = reducer.place_of(fqn)?;
-    let unit = &reducer.units[unit];
-    unit.is_sharded().then(|| shard_of(unit, index))
+pub(super) fn weight_shard(set: &UnitSet, fqn: &str) -> Option<ShardSpec> {
+    let (unit, index) = set.place_of(fqn)?;
+    let unit = &set.units[unit];
+    unit.shards_weights().then(|| shard_of(unit, index))
 }
 
 fn shard_of(unit: &Unit, index: usize) -> ShardSpec {
@@ -30,47 +30,47 @@ fn part_of(unit: &Unit, index: usize, name: String, values: Tensor) -> Part {
 }
 
 /// This rank's parts of the weights of all units.
-pub(super) fn weights(reducer: &Reducer) -> Result<Vec<Part>> {
+pub(super) fn weights(set: &UnitSet) -> Result<Vec<Part>> {
     let _no_grad = tch::no_grad_guard();
     let places = |unit: &'_ Unit| 0..unit.layout.places.len();
-    let all = reducer.units.iter().flat_map(|unit| places(unit).map(move |index| (unit, index)));
+    let all = set.units.iter().flat_map(|unit| places(unit).map(move |index| (unit, index)));
     all.map(|(unit, index)| {
         let fqn = unit.layout.places[index].fqn.clone();
-        Ok(part_of(unit, index, fqn, unit.weight_slice(index)?))
+        Ok(part_of(unit, index, fqn, unit.weight_param_shard(index)?))
     })
     .collect()
 }
 
 /// Takes this rank's elements of a sharded weight.
-pub(super) fn load_weight(reducer: &mut Reducer, fqn: &str, values: &Tensor) -> Result<()> {
-    let Some((unit, index)) = reducer.place_of(fqn) else { return Ok(()) };
-    let unit = &mut reducer.units[unit];
-    unit.release()?;
-    if !unit.is_released() {
+pub(super) fn load_weight(set: &mut UnitSet, fqn: &str, values: &Tensor) -> Result<()> {
+    let Some((unit, index)) = set.place_of(fqn) else { return Ok(()) };
+    let unit = &mut set.units[unit];
+    unit.reshard()?;
+    if !unit.is_sharded() {
         let what = format!("{fqn} cannot be loaded while it is in use");
         return Err(ConfigError::new("ckpt_path", what, "load weights between steps").into());
     }
     let _no_grad = tch::no_grad_guard();
     let values = unit.layout.places[index].to_memory_order(values)?;
-    unit.slices[index].leaf().detach().f_copy_(&values)?;
+    unit.sharded_params[index].leaf().detach().f_copy_(&values)?;
     unit.renew()
 }
 
-/// The state of an optimizer's slices as numbers and parts.
+/// The state of an optimizer's sharded parameters as numbers and parts.
 pub(super) fn save_optimizer(
-    reducer: &Reducer,
+    set: &UnitSet,
     index: usize,
     state: OptimizerState,
 ) -> Result<(OptimizerState, Vec<Part>)> {
     let OptimizerState { tensors, groups } = state;
     let (mut numbers, mut parts) = (Vec::new(), Vec::new());
     for (name, tensor) in tensors {
-        let place = name.split_once('.').and_then(|(_, fqn)| reducer.place_of(fqn));
+        let place = name.split_once('.').and_then(|(_, fqn)| set.place_of(fqn));
         let Some((unit, index)) = place else {
             numbers.push((name, tensor));
             continue;
         };
-        let unit = &reducer.units[unit];
+        let unit = &set.units[unit];
         let range = unit.range(index);
         if tensor.dim() == 1 && tensor.numel() == range.len() {
             let values = unit.layout.places[index].to_rows(&tensor)?;
@@ -79,28 +79,28 @@ pub(super) fn save_optimizer(
             numbers.push((name, tensor)); // the same on all ranks that have a part
         }
     }
-    for unit in reducer.units.iter().filter(|unit| unit.optimizer == index && unit.has_master) {
-        for (index, (place, slice)) in unit.layout.places.iter().zip(&unit.slices).enumerate() {
+    for unit in set.units.iter().filter(|unit| unit.optimizer == index && unit.has_master) {
+        for (index, (place, sharded)) in unit.layout.places.iter().zip(&unit.sharded_params).enumerate() {
             let name = format!("{MASTER}.{}", place.fqn);
-            parts.push(part_of(unit, index, name, place.to_rows(&slice.leaf().detach())?));
+            parts.push(part_of(unit, index, name, place.to_rows(&sharded.leaf().detach())?));
         }
     }
     Ok((OptimizerState { tensors: numbers, groups }, parts))
 }
 
-/// What an optimizer over slices takes of numbers and parts; master weights go to their units.
+/// What an optimizer over sharded parameters takes of numbers and parts; master weights go to their units.
 pub(super) fn load_optimizer(
-    reducer: &mut Reducer,
+    set: &mut UnitSet,
     state: OptimizerState,
     mut parts: Vec<Part>,
 ) -> Result<OptimizerState> {
     let OptimizerState { mut tensors, groups } = state;
-    reducer.make_masters_of(parts.iter().map(|part| part.name.as_str()))?;
-    reducer.units.iter_mut().for_each(Unit::note_change);
-    let reducer = &*reducer;
-    let place_of = |name: &str| name.split_once('.').and_then(|(_, fqn)| reducer.place_of(fqn));
+    set.make_masters_of(parts.iter().map(|part| part.name.as_str()))?;
+    set.units.iter_mut().for_each(Unit::note_change);
+    let set = &*set;
+    let place_of = |name: &str| name.split_once('.').and_then(|(_, fqn)| set.place_of(fqn));
     tensors.retain(|(name, _)| {
-        place_of(name).is_none_or(|(unit, index)| !reducer.units[unit].range(index).is_empty())
+        place_of(name).is_none_or(|(unit, index)| !set.units[unit].range(index).is_empty())
     });
     // of a parameter that is a number states are numbers, of which a rank has all or nothing
     let is_like_parameter = |(name, _): &mut (String, Tensor)| {
@@ -116,14 +116,14 @@ pub(super) fn load_optimizer(
             tensors.push((name, values)); // refused by the optimizer
             continue;
         };
-        let unit = &reducer.units[unit];
+        let unit = &set.units[unit];
         if values.numel() == 0 {
             continue;
         }
         let values = unit.layout.places[index].to_memory_order(&values)?;
         if unit.has_master && name.split_once('.').is_some_and(|(state, _)| state == MASTER) {
             let _no_grad = tch::no_grad_guard();
-            unit.slices[index].leaf().detach().f_copy_(&values)?;
+            unit.sharded_params[index].leaf().detach().f_copy_(&values)?;
             continue;
         }
         tensors.push((name, values));
@@ -132,9 +132,9 @@ pub(super) fn load_optimizer(
 }
 
 /// This rank's parts of pending gradients, and which have had one on this rank.
-pub(super) fn grads(reducer: &Reducer) -> Result<(Vec<Part>, Vec<String>)> {
+pub(super) fn grads(set: &UnitSet) -> Result<(Vec<Part>, Vec<String>)> {
     let (mut parts, mut had_grad) = (Vec::new(), Vec::new());
-    for unit in &reducer.units {
+    for unit in &set.units {
         for (index, (fqn, had, grad)) in unit.pending()?.into_iter().enumerate() {
             if had {
                 had_grad.push(fqn.to_owned());
@@ -146,7 +146,7 @@ pub(super) fn grads(reducer: &Reducer) -> Result<(Vec<Part>, Vec<String>)> {
 }
 
 /// Takes this rank's elements of a pending gradient.
-pub(super) fn load_grad(reducer: &mut Reducer, fqn: &str, values: &Tensor) -> Result<()> {
-    let Some((unit, index)) = reducer.place_of(fqn) else { return Ok(()) };
-    reducer.units[unit].restore_pending(index, true, values)
+pub(super) fn load_grad(set: &mut UnitSet, fqn: &str, values: &Tensor) -> Result<()> {
+    let Some((unit, index)) = set.place_of(fqn) else { return Ok(()) };
+    set.units[unit].restore_pending(index, true, values)
 }

@@ -1,4 +1,4 @@
-//! What a rank keeps in files between optimizer steps (ZeRO-Infinity, arXiv:2104.07857): the parts of units, and the states that the
+//! What a rank keeps in files between optimizer steps (ZeRO-Infinity, arXiv:2104.07857): the shards of units, and the states that the
 //! optimizer keeps of them.
 //!
 //! A tensor that is swapped has its file as memory: who reads or writes it between two steps, such as a checkpoint, does so through the
@@ -21,8 +21,8 @@ use crate::ffi::{AlignedBuffer, FileEngine, ReleasableStorage, describe_storage}
 use crate::strategy::offload::OffloadDevice;
 use crate::swap::{StoreStats, SwapFolder, SwapOptions, SwapStore};
 
-/// The names of a part and of its gradients beside those of states, such as `exp_avg`.
-const PART: &str = "";
+/// The names of a shard and of its gradients beside those of states, such as `exp_avg`.
+const SHARD: &str = "";
 const GRAD: &str = "gradient";
 
 /// What a rank keeps in files.
@@ -42,7 +42,7 @@ pub(super) struct Files {
     before: (StoreStats, Duration),
     /// Why a read or write of the present step failed.
     pub failure: Option<Error>,
-    /// A step has failed half way: parts and states are not those of one step.
+    /// A step has failed half way: shards and states are not those of one step.
     pub is_torn: bool,
 }
 
@@ -105,15 +105,17 @@ impl Files {
     /// Moves what a new unit has into files.
     pub fn take(&mut self, number: usize, unit: &mut Unit) -> Result<()> {
         if let Some(swapper) = &mut self.optimizer {
-            swapper.swap_part(number, unit)?;
+            swapper.swap_shard(number, unit)?;
         }
-        let Some(store) = self.params.as_ref().filter(|_| unit.layout.swaps_shard) else { return Ok(()) };
-        let len = unit.layout.part_len;
+        let Some(store) = self.params.as_ref().filter(|_| unit.layout.swaps_weight_shard) else {
+            return Ok(());
+        };
+        let len = unit.layout.shard_len;
         match self.left_in_cpu.checked_sub(len) {
             Some(left) => self.left_in_cpu = left,
             None => {
                 let name = format!("{}_param", unit.ids.start());
-                unit.put_shard_into(ShardFile::new(store.clone(), name, unit.layout.kind, len))?;
+                unit.put_weight_shard_into(ShardFile::new(store.clone(), name, unit.layout.kind, len))?;
             }
         }
         Ok(())
@@ -124,22 +126,22 @@ impl Files {
         self.optimizer.is_none() && self.params.is_none()
     }
 
-    /// Takes this rank's part of the mean gradients of one backward pass; sums of a window have this dtype unless they have one already. They are
-    /// added to those in a file, if the unit's part is in one.
-    pub fn add_grads(&mut self, number: usize, unit: &mut Unit, part: Tensor, dtype: Kind) -> Result<()> {
+    /// Takes this rank's shard of the mean gradients of one backward pass; sums of a window have this dtype unless they have one already. They are
+    /// added to those in a file, if the unit's shard is in one.
+    pub fn add_grads(&mut self, number: usize, unit: &mut Unit, shard: Tensor, dtype: Kind) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let dtype = unit.grads_dtype().unwrap_or(dtype);
         if let Some(swapper) = self.optimizer.as_mut().filter(|_| unit.takes_grads_in_file(dtype)) {
             if self.failure.is_none() {
-                let part = unit.moved.to(tch::Device::Cpu, &part, false)?;
-                self.failure = swapper.add_grads(number, unit, &part.f_to_kind(dtype)?).err();
+                let shard = unit.moved.to(tch::Device::Cpu, &shard, false)?;
+                self.failure = swapper.add_grads(number, unit, &shard.f_to_kind(dtype)?).err();
                 if self.failure.is_none() {
                     return Ok(());
                 }
             }
             unit.lose_grads_in_file(); // the step continues until all ranks know
         }
-        unit.add_grads(part, Some(dtype))
+        unit.add_grads(shard, Some(dtype))
     }
 
     /// After a backward pass: waits until gradients are in files.
@@ -193,7 +195,7 @@ pub(super) struct Swapper {
     tensors: BTreeMap<(usize, String), Swapped>,
 }
 
-/// A tensor as long as the part of a unit.
+/// A tensor as long as the shard of a unit.
 #[derive(Debug)]
 struct Swapped {
     /// What the optimizer's tensors are views of.
@@ -238,22 +240,22 @@ impl Swapper {
         self.store.stats()
     }
 
-    /// Moves the part of a unit into a file, if it is not in one, and large enough.
-    pub fn swap_part(&mut self, number: usize, unit: &mut Unit) -> Result<()> {
-        let key = (number, PART.to_owned());
-        let Some(part) = unit.swappable_part() else { return Ok(()) };
-        if self.tensors.get(&key).map_or(Ok(false), |swapped| swapped.has(part))? {
+    /// Moves the shard of a unit into a file, if it is not in one, and large enough.
+    pub fn swap_shard(&mut self, number: usize, unit: &mut Unit) -> Result<()> {
+        let key = (number, SHARD.to_owned());
+        let Some(shard) = unit.swappable_shard() else { return Ok(()) };
+        if self.tensors.get(&key).map_or(Ok(false), |swapped| swapped.has(shard))? {
             return Ok(());
         }
-        let (kind, ids) = (part.kind(), unit.ids.clone());
+        let (kind, ids) = (shard.kind(), unit.ids.clone());
         let name = format!("{}_{}", ids.start(), ids.end());
-        if let Some(flat) = self.add(key, name, kind, unit.layout.part_len)? {
-            unit.move_part(flat)?;
+        if let Some(flat) = self.add(key, name, kind, unit.layout.shard_len)? {
+            unit.move_shard(flat)?;
         }
         Ok(())
     }
 
-    /// Moves the states of a unit's slices into files that are not in one, and large enough. `states` has the index of each slice, the name
+    /// Moves the states of a unit's sharded parameters into files that are not in one, and large enough. `states` has the index of each sharded parameter, the name
     /// of the state, and the tensor.
     pub fn swap_states(
         &mut self,
@@ -263,9 +265,9 @@ impl Swapper {
     ) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         for (index, state, tensor) in states {
-            let is_like_slice =
+            let is_like_param =
                 *state != STEP && tensor.dim() == 1 && tensor.numel() == unit.range(*index).len();
-            if !unit.layout.swaps_part || !is_like_slice || tensor.device() != tch::Device::Cpu {
+            if !unit.layout.swaps_shard || !is_like_param || tensor.device() != tch::Device::Cpu {
                 continue;
             }
             let key = (number, (*state).to_owned());
@@ -277,11 +279,11 @@ impl Swapper {
                 Some(swapped) => Some(swapped.flat.shallow_clone()),
                 None => {
                     let name = format!("{state}-{}_{}", unit.ids.start(), unit.ids.end());
-                    self.add(key, name, tensor.kind(), unit.layout.part_len)?.map(Tensor::shallow_clone)
+                    self.add(key, name, tensor.kind(), unit.layout.shard_len)?.map(Tensor::shallow_clone)
                 }
             };
             let Some(flat) = flat else { continue };
-            let mut view = unit.slice_in(&flat, *index)?;
+            let mut view = unit.param_shard_in(&flat, *index)?;
             view.f_copy_(tensor)?;
             tensor.shallow_clone().f_set_data(&view)?;
         }
@@ -307,9 +309,9 @@ impl Swapper {
     }
 
     /// Adds gradients, which have the dtype that sums are rounded to, to those in the unit's file if there are some.
-    fn add_grads(&mut self, number: usize, unit: &mut Unit, part: &Tensor) -> Result<()> {
+    fn add_grads(&mut self, number: usize, unit: &mut Unit, shard: &Tensor) -> Result<()> {
         let key = (number, GRAD.to_owned());
-        let (kind, len) = (unit.part_kind(), unit.layout.part_len);
+        let (kind, len) = (unit.shard_kind(), unit.layout.shard_len);
         if self.tensors.get(&key).is_none_or(|swapped| swapped.flat.kind() != kind) {
             self.add(key.clone(), format!("{}_{GRAD}_0_{len}", unit.ids.start()), kind, len)?;
         }
@@ -318,13 +320,13 @@ impl Swapper {
         if unit.has_grads() {
             let buffer = self.store.take(name)?;
             let mut own = buffer.tensor(kind, len)?;
-            own.f_copy_(&own.f_to_kind(part.kind())?.f_add_(part)?)?;
+            own.f_copy_(&own.f_to_kind(shard.kind())?.f_add_(shard)?)?;
             self.store.start_write(name, buffer)?;
         } else {
             let buffer = self.store.claim(name)?;
-            buffer.tensor(kind, len)?.f_copy_(part)?;
+            buffer.tensor(kind, len)?.f_copy_(shard)?;
             self.store.start_write(name, buffer)?;
-            unit.put_grads_into(&swapped.flat, part.kind());
+            unit.put_grads_into(&swapped.flat, shard.kind());
         }
         Ok(())
     }
@@ -344,7 +346,7 @@ impl Swapper {
 
     /// Bytes of states in files.
     pub fn state_bytes(&self) -> usize {
-        let states = self.tensors.iter().filter(|((_, state), _)| ![PART, GRAD].contains(&state.as_str()));
+        let states = self.tensors.iter().filter(|((_, state), _)| ![SHARD, GRAD].contains(&state.as_str()));
         states.map(|(_, swapped)| bytes_of(&swapped.flat)).sum()
     }
 

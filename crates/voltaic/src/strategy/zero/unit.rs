@@ -1,4 +1,4 @@
-//! Parameters that travel together: the weights, this rank's part of them that the optimizer changes, and its gradients.
+//! Parameters that are communicated together: the weights, and this rank's shard of them, which the optimizer changes.
 
 use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
@@ -6,16 +6,14 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::flat::{Layout, Place, copied, narrow};
-use super::gathered_storage::{Arrival, GatheredStorage, Tally};
+use super::unsharded_storage::{Arrival, Tally, UnshardedStorage};
 use super::weight_shard::{Moved, ShardFile, WeightShard};
 use crate::device::Device;
 use crate::distributed::{ProcessGroup, Work, collective_scope};
-use crate::dtype::bytes_of;
 use crate::error::Result;
 use crate::ffi;
-use crate::nn::Parameter;
+use crate::nn::{GradShare, Parameter};
 use crate::optim::take_edit;
-use crate::strategy::sparse;
 
 /// Stands for the optimizer of a unit that none changes.
 pub(super) const NO_OPTIMIZER: usize = usize::MAX;
@@ -40,42 +38,42 @@ pub(super) struct Unit {
     pub(super) rank: usize,
     /// All weights, of which the parameters are views.
     pub(super) flat: Tensor,
-    /// This rank's part: of `flat` itself, or beside it ([`Unit::has_own_part`]).
-    pub(super) part: Tensor,
-    /// A file is the memory of `part`.
-    pub is_part_in_file: bool,
-    /// Copies of `part` that the weights are gathered from.
+    /// This rank's shard of the weights: a view of `flat`, or beside it ([`Unit::has_own_shard`]).
+    pub(super) shard: Tensor,
+    /// A file is the memory of `shard`.
+    pub is_shard_in_file: bool,
+    /// Copies of `shard` that the weights are gathered from.
     pub(super) weight_shard: WeightShard,
     /// The device may still copy from what is in pinned memory.
     is_copying: bool,
     /// Counts what moves between the device and host memory.
     pub moved: Arc<Moved>,
     pub has_master: bool,
-    /// The part is to be in float32 once one of the parameters is trained.
+    /// The shard is to be in float32 once one of the parameters is trained.
     pub wants_master: bool,
-    /// Set if the weights are sharded: only `part` is always in memory.
-    storage: Option<GatheredStorage>,
-    /// What this rank has of each parameter: views of `part`.
-    pub slices: Vec<Parameter>,
-    /// The gradients of `part`, mean over the ranks; there once some have come. They may have 16 bits where the part is in float32.
+    /// Set if the weights are sharded: only `shard` is always in memory.
+    storage: Option<UnshardedStorage>,
+    /// What this rank has of each parameter: views of `shard`.
+    pub sharded_params: Vec<Parameter>,
+    /// The gradients of `shard`, mean over the ranks; there once some have come. They may have 16 bits where the shard is in float32.
     pub(super) grads: Option<Tensor>,
     /// Set if a file is the memory of `grads`: the dtype to which they are rounded, which may be narrower than theirs.
-    file_grads: Option<Kind>,
+    pub(super) file_grads: Option<Kind>,
     /// The optimizer has them: they are those of a whole window.
-    are_shown: bool,
+    pub(super) are_shown: bool,
     /// The optimizer takes gradients of 16 bits for weights of float32.
     pub takes_narrow_grads: bool,
-    /// Of which slices the optimizer writes the new weights rounded, too.
+    /// Of which sharded parameters the optimizer writes the new weights rounded, too.
     is_rounded: Vec<bool>,
-    /// Sums of this rank's own gradients in an open window, where they have a dtype of their own; whole.
+    /// Sums of this rank's own gradients in an open window, where they have a dtype of their own; unsharded.
     pub(super) sums: Option<Tensor>,
     /// Which parameters have had a gradient on this rank since gradients were dropped.
     pub had_grad: Vec<bool>,
     /// Of which parameters the optimizer is shown an empty gradient if this rank has nothing of them.
-    claimed: Vec<bool>,
+    pub(super) claimed: Vec<bool>,
     /// What operations of its weights are called.
     name: Arc<str>,
-    /// How often each weight had been written to when its part was taken last: autograd counts. While weights are away their
+    /// How often each weight had been written to when its shard was taken last: autograd counts. While weights are away their
     /// count is one higher, so that a backward pass refuses to use them.
     versions: Vec<i64>,
 }
@@ -112,21 +110,22 @@ impl Unit {
             }
             place.parameter.set_data(&view)?;
         }
-        let part = layout.part(&flat, rank)?;
+        let shard = layout.shard(&flat, rank)?;
         let wants_master = masters && matches!(layout.kind, Kind::BFloat16 | Kind::Half);
         let has_master = wants_master && layout.places.iter().any(|place| place.parameter.requires_grad());
         let own_kind = if has_master { Kind::Float } else { layout.kind };
-        let has_own_part = has_master || module.is_some() || layout.is_stored_apart();
-        let part = if has_own_part { layout.stored(&part, own_kind, layout.storage)? } else { part };
-        let own = module.is_none().then(|| layout.part(&flat, rank)).transpose()?;
-        let weight_shard = WeightShard::of(&layout, &part, own)?;
-        let storage = module.is_some().then(|| GatheredStorage::of(&flat, layout.len()));
-        let slice = |place| {
-            let slice = Parameter::new(layout.slice(&part, place, rank)?);
-            let _ = slice.set_requires_grad(place.parameter.requires_grad());
-            Ok(slice)
+        let has_own_shard = has_master || module.is_some() || layout.is_stored_apart();
+        let shard = if has_own_shard { layout.stored(&shard, own_kind, layout.storage)? } else { shard };
+        let own = module.is_none().then(|| layout.shard(&flat, rank)).transpose()?;
+        let weight_shard = WeightShard::of(&layout, &shard, own)?;
+        let storage = module.is_some().then(|| UnshardedStorage::of(&flat, layout.len()));
+        let sharded = |place| {
+            let sharded = Parameter::new(layout.param_shard(&shard, place, rank)?);
+            let _ = sharded.set_requires_grad(place.parameter.requires_grad());
+            sharded.set_grad_share(GradShare::Shard);
+            Ok(sharded)
         };
-        let slices = layout.places.iter().map(slice).collect::<Result<_>>()?;
+        let sharded_params = layout.places.iter().map(sharded).collect::<Result<_>>()?;
         let had_grad = vec![false; layout.places.len()];
         let (claimed, is_rounded) = (had_grad.clone(), had_grad.clone());
         let versions = vec![0; layout.places.len()];
@@ -141,15 +140,15 @@ impl Unit {
             optimizer,
             rank,
             flat,
-            part,
-            is_part_in_file: false,
+            shard,
+            is_shard_in_file: false,
             weight_shard,
             is_copying: false,
             moved: Arc::default(),
             has_master,
             wants_master,
             storage,
-            slices,
+            sharded_params,
             grads: None,
             file_grads: None,
             are_shown: false,
@@ -164,18 +163,18 @@ impl Unit {
         Ok(Self { versions: unit.current_versions()?, ..unit })
     }
 
-    /// The weights, which are whole, become those of rank 0.
+    /// The weights, which are unsharded, become those of rank 0.
     ///
     /// # Collective
     /// All ranks must call it.
     pub fn take_from_rank_zero(&mut self, group: &ProcessGroup) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let _named = collective_scope(&self.name);
-        if self.layout.part_len > 0 {
+        if self.layout.shard_len > 0 {
             group.broadcast(&self.flat, 0)?;
         }
-        if self.has_own_part() {
-            self.part.f_copy_(&self.layout.part(&self.flat, self.rank)?)?;
+        if self.has_own_shard() {
+            self.shard.f_copy_(&self.layout.shard(&self.flat, self.rank)?)?;
             self.weight_shard.set_stale();
         }
         Ok(())
@@ -183,27 +182,27 @@ impl Unit {
 
     /// Tries to allocate the memory of the weights until [`Unit::release_reserved`], without values.
     pub fn try_reserve(&mut self) -> Result<bool> {
-        self.storage.as_mut().map_or(Ok(true), GatheredStorage::try_reserve)
+        self.storage.as_mut().map_or(Ok(true), UnshardedStorage::try_reserve)
     }
 
     /// Frees the memory of [`Unit::try_reserve`].
     pub fn release_reserved(&mut self) -> Result<()> {
-        self.storage.as_mut().map_or(Ok(()), GatheredStorage::release_reserved)
+        self.storage.as_mut().map_or(Ok(()), UnshardedStorage::release_reserved)
     }
 
-    /// Gives the weights back to the module, whole and in memory of the host. The unit has its part left.
+    /// Gives the weights back to the module, unsharded and in memory of the host. The unit has its shard left.
     ///
     /// # Collective
     /// All ranks must call it.
     pub fn leave_on_host(&mut self, group: Option<&ProcessGroup>) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
-        self.gather(group)?;
+        self.unshard(group)?;
         for place in &self.layout.places {
-            let whole = place.parameter.leaf().f_detach()?.f_to_device(tch::Device::Cpu)?;
+            let values = place.parameter.leaf().f_detach()?.f_to_device(tch::Device::Cpu)?;
             place.parameter.detach_gather()?;
-            place.parameter.set_data(&whole)?;
+            place.parameter.set_data(&values)?;
         }
-        self.storage.iter_mut().try_for_each(GatheredStorage::release)?;
+        self.storage.iter_mut().try_for_each(UnshardedStorage::release)?;
         Ok(())
     }
 
@@ -211,12 +210,12 @@ impl Unit {
         self.leaves().map(|leaf| Ok(leaf.f_internal_version()?)).collect()
     }
 
-    /// Copies into the part what was written to weights without [`Parameter::update`], since this was last called.
+    /// Copies into the shard what was written to weights without [`Parameter::update`], since this was last called.
     pub fn take_changes(&mut self) -> Result<()> {
-        if self.is_released() || self.arriving() > 0 {
+        if self.is_sharded() || self.arriving() > 0 {
             return Ok(());
         }
-        if !self.has_own_part() {
+        if !self.has_own_shard() {
             return self.layout.take_data(&self.flat);
         }
         for (index, now) in self.current_versions()?.into_iter().enumerate() {
@@ -232,60 +231,6 @@ impl Unit {
         self.layout.places.iter().map(|place| place.parameter.leaf())
     }
 
-    /// All gradients of this rank times `scale` in one tensor, with the sums that there are; they are taken from the parameters.
-    pub fn take_grads(&mut self, scale: f64) -> Result<Tensor> {
-        let Some(mut sums) = self.sums.take() else { return self.take_flat(self.layout.kind, scale) };
-        let _no_grad = tch::no_grad_guard();
-        let last = self.take_flat(sums.kind(), 1.0)?;
-        let _ = sums.f_add_(&last)?.f_mul_scalar_(scale)?;
-        Ok(sums.f_to_kind(self.layout.kind)?)
-    }
-
-    /// Adds this rank's gradients of one backward pass to sums of this dtype; they are taken from the parameters.
-    pub fn add_to_sums(&mut self, dtype: Kind) -> Result<()> {
-        let _no_grad = tch::no_grad_guard();
-        let flat = self.take_flat(dtype, 1.0)?;
-        match &mut self.sums {
-            Some(sums) => {
-                let _ = sums.f_add_(&flat)?;
-            }
-            None => self.sums = Some(flat),
-        }
-        Ok(())
-    }
-
-    fn take_flat(&mut self, dtype: Kind, scale: f64) -> Result<Tensor> {
-        let flat = self.layout.empty_flat(dtype)?;
-        let had = self.layout.places.iter().map(|place| place.parameter.grad().defined());
-        self.had_grad.iter_mut().zip(had).for_each(|(known, had)| *known |= had);
-        ffi::fill_bucket(self.leaves(), &self.layout.views(&flat)?, scale).map_err(|error| {
-            let names = self.layout.places.iter().map(|place| place.fqn.as_str());
-            sparse::explain(error, "zero", names.zip(self.leaves()))
-        })?;
-        ffi::clear_grads(self.leaves())?;
-        Ok(flat)
-    }
-
-    /// Adds this rank's part of the mean gradients of one backward pass; sums of a window have this dtype.
-    pub fn add_grads(&mut self, part: Tensor, dtype: Option<Kind>) -> Result<()> {
-        let _no_grad = tch::no_grad_guard();
-        self.widen_grads()?; // more than a window is added up in the dtype of the part
-        let own = dtype.unwrap_or(self.layout.kind);
-        let part = self.moved.to(self.layout.storage, &part, self.layout.pins)?;
-        let dtype = self.grads.as_ref().map_or(own, Tensor::kind);
-        if self.layout.pins && (self.grads.is_some() || dtype != part.kind()) {
-            self.wait_for_copies()?;
-        }
-        let part = part.f_to_kind(dtype)?;
-        match &mut self.grads {
-            Some(grads) => {
-                let _ = grads.f_add_(&part)?;
-            }
-            None => self.grads = Some(part),
-        }
-        Ok(())
-    }
-
     /// Waits for what is copied to pinned memory.
     pub fn wait_for_copies(&self) -> Result<()> {
         if self.layout.pins { Ok(ffi::synchronize(Device::of(&self.flat)?)?) } else { Ok(()) }
@@ -296,64 +241,12 @@ impl Unit {
         self.is_copying = false;
     }
 
-    /// Whether gradients are of 16 bits, and the part of float32.
-    fn has_narrow_grads(&self) -> bool {
-        let is_half = |grads: &Tensor| matches!(grads.kind(), Kind::BFloat16 | Kind::Half);
-        self.part.kind() == Kind::Float && self.grads.as_ref().is_some_and(is_half)
-    }
-
-    /// Gradients of 16 bits that the optimizer has become float32, before they are changed.
-    pub fn widen_grads(&mut self) -> Result<()> {
-        if !self.are_shown || !self.has_narrow_grads() {
-            return Ok(());
-        }
-        let Some(narrow) = self.grads.as_ref() else { return Ok(()) };
-        let _no_grad = tch::no_grad_guard();
-        let grads = narrow.f_to_kind(self.part.kind())?;
-        for (place, slice) in self.layout.places.iter().zip(&self.slices) {
-            let own = slice.grad();
-            if own.defined() {
-                let mut grad = self.layout.slice(&grads, place, self.rank)?;
-                if own.kind() != narrow.kind() {
-                    grad.f_copy_(&own)?; // clipped by itself
-                }
-                ffi::set_grad(slice.leaf(), &grad)?;
-            }
-        }
-        self.grads = Some(grads);
-        Ok(())
-    }
-
-    /// Shows the gradients to the optimizer, in a dtype that it takes: those of parameters that had one on any rank.
-    pub fn show_grads(&mut self, had_grad: &[bool]) -> Result<()> {
-        let stays = self.takes_narrow_grads && self.has_narrow_grads();
-        let Some(grads) = &mut self.grads else { return Ok(()) };
-        if !stays {
-            *grads = grads.f_to_kind(self.part.kind())?;
-            self.file_grads = self.file_grads.map(|_| self.part.kind());
-        }
-        self.are_shown = true;
-        for (index, _) in had_grad.iter().enumerate().filter(|(_, had)| **had) {
-            let slice = &self.slices[index];
-            let grad = self.layout.slice(grads, &self.layout.places[index], self.rank)?;
-            if (grad.numel() > 0 || self.claimed[index]) && !slice.grad().defined() {
-                ffi::set_grad(slice.leaf(), &grad)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Shows the optimizer whether the parameter at `index` has a gradient, also if this rank has nothing of it.
-    pub fn claim(&mut self, index: usize) {
-        self.claimed[index] = true;
-    }
-
-    /// What the optimizer is to write the weight at `index` to, rounded, whenever it changes its slice.
-    pub fn rounded_slice(&mut self, index: usize) -> Result<Option<Tensor>> {
+    /// What the optimizer is to write the weight at `index` to, rounded, whenever it changes its sharded parameter.
+    pub fn rounded_param_shard(&mut self, index: usize) -> Result<Option<Tensor>> {
         let Some(rounded) = self.weight_shard.rounded() else { return Ok(None) };
-        let slice = self.slice_in(rounded, index)?;
+        let shard = self.param_shard_in(rounded, index)?;
         self.is_rounded[index] = true;
-        Ok(Some(slice))
+        Ok(Some(shard))
     }
 
     /// Another optimizer works on the unit from now on, which may write rounded weights.
@@ -361,177 +254,42 @@ impl Unit {
         self.is_rounded.fill(false);
     }
 
-    /// Whether there are gradients to step with; the same on all ranks.
-    pub fn has_grads(&self) -> bool {
-        self.grads.is_some()
-    }
-
-    /// The dtype of the gradients, if there are some.
-    pub fn grads_dtype(&self) -> Option<Kind> {
-        self.file_grads.or_else(|| self.grads.as_ref().map(Tensor::kind))
-    }
-
-    /// Whether a file is the memory of the gradients.
-    pub fn has_grads_in_file(&self) -> bool {
-        self.file_grads.is_some()
-    }
-
-    /// Whether gradients that are rounded to this dtype can be in a file, in the dtype of the part. None are in memory then.
-    pub fn takes_grads_in_file(&self, dtype: Kind) -> bool {
-        let fits = self.part.kind() == dtype || (self.part.kind() == Kind::Float && dtype != Kind::Double);
-        self.is_part_in_file && fits && (self.grads.is_none() || self.has_grads_in_file())
-    }
-
-    /// The gradients are in a tensor whose memory is a file, rounded to this dtype.
-    pub fn put_grads_into(&mut self, flat: &Tensor, dtype: Kind) {
-        (self.grads, self.file_grads) = (Some(flat.shallow_clone()), Some(dtype));
-    }
-
-    /// The file of the gradients is broken.
-    pub fn lose_grads_in_file(&mut self) {
-        if self.file_grads.take().is_some() {
-            self.grads = None;
-        }
-    }
-
-    /// Drops all gradients.
-    pub fn drop_grads(&mut self) -> Result<()> {
-        ffi::clear_grads(self.leaves().chain(self.slices.iter().map(Parameter::leaf)))?;
-        (self.grads, self.file_grads, self.are_shown) = (None, None, false);
-        self.sums = None;
-        self.had_grad.fill(false);
-        Ok(())
-    }
-
-    /// This rank's own sums in an open window, by name, where they have a dtype of their own.
-    pub fn own_sums(&self) -> Result<Vec<(&str, Tensor)>> {
-        let Some(sums) = &self.sums else { return Ok(Vec::new()) };
-        let views = self.layout.views(sums)?;
-        let had = self.layout.places.iter().zip(&self.had_grad).zip(views).filter(|((_, had), _)| **had);
-        Ok(had.map(|((place, _), view)| (place.fqn.as_str(), view)).collect())
-    }
-
-    /// Puts back what [`Unit::own_sums`] gave for the parameter at `index`.
-    ///
-    /// # Errors
-    /// libtorch's, if the size is another one.
-    pub fn restore_sums(&mut self, index: usize, dtype: Kind, values: &Tensor) -> Result<()> {
-        let _no_grad = tch::no_grad_guard();
-        let sums = match self.sums.take() {
-            Some(sums) => sums,
-            None => self.layout.empty_flat(dtype)?.f_zero_()?,
-        };
-        let own = self.layout.views(&sums)?.swap_remove(index).f_copy_(values);
-        self.sums = Some(sums);
-        own?;
-        self.had_grad[index] = true;
-        Ok(ffi::clear_grads([self.layout.places[index].parameter.leaf()])?)
-    }
-
-    /// This rank's part of the gradients of each parameter, if there are some: its name, whether it has had a gradient on this
-    /// rank, and the part; in the dtype of the weights' part if the optimizer has them.
-    pub fn pending(&self) -> Result<Vec<(&str, bool, Tensor)>> {
-        let Some(grads) = &self.grads else { return Ok(Vec::new()) };
-        let kind = if self.are_shown { self.part.kind() } else { self.grads_dtype().unwrap_or(grads.kind()) };
-        self.layout
-            .places
-            .iter()
-            .enumerate()
-            .zip(&self.had_grad)
-            .map(|((index, place), had)| {
-                let grad = place.to_rows(&self.current_grad(grads, index)?)?.f_to_kind(kind)?;
-                Ok((place.fqn.as_str(), *had, grad))
-            })
-            .collect()
-    }
-
-    /// This rank's part of the gradient of the parameter at `index`: of `grads`, unless what clipped it has made a float32 one.
-    fn current_grad(&self, grads: &Tensor, index: usize) -> Result<Tensor> {
-        let own = self.slices[index].grad();
-        match own.defined() && own.kind() != grads.kind() {
-            true => Ok(own),
-            false => self.layout.slice(grads, &self.layout.places[index], self.rank),
-        }
-    }
-
-    /// This rank's part of the gradient of the parameter at `index`, as it lies in memory, if there is one; shared.
-    pub fn grad_slice(&self, index: usize) -> Result<Option<Tensor>> {
-        let Some(grads) = self.grads.as_ref().filter(|_| self.had_grad[index]) else { return Ok(None) };
-        self.current_grad(grads, index).map(Some)
-    }
-
-    /// Puts back what [`Unit::pending`] gave for the parameter at `index`.
-    ///
-    /// # Errors
-    /// libtorch's, if the size is another one.
-    pub fn restore_pending(&mut self, index: usize, had_grad: bool, values: &Tensor) -> Result<()> {
-        let _no_grad = tch::no_grad_guard();
-        let grads = match &self.grads {
-            Some(grads) => grads.shallow_clone(),
-            None => {
-                let len = [self.layout.part_len as i64];
-                Tensor::f_zeros(len, (values.kind(), self.layout.storage))?
-            }
-        };
-        let place = &self.layout.places[index];
-        let grad = self.layout.slice(&grads, place, self.rank)?;
-        self.grads = Some(grads);
-        grad.shallow_clone().f_copy_(&place.to_memory_order(values)?)?;
-        self.had_grad[index] = had_grad;
-        let is_shown = self.grads_dtype() == Some(self.part.kind());
-        self.are_shown |= is_shown;
-        if had_grad && grad.numel() > 0 && is_shown {
-            ffi::set_grad(self.slices[index].leaf(), &grad)?;
-        }
-        Ok(())
-    }
-
     /// After an optimizer step: starts to give all ranks the weights of all. `None` if there is nobody else.
     pub fn start_gather(&mut self, group: Option<&ProcessGroup>) -> Result<Option<Work>> {
         let _no_grad = tch::no_grad_guard();
         let _named = collective_scope(&self.name);
-        let own = self.layout.part(&self.flat, self.rank)?;
-        if self.has_own_part() {
+        let own = self.layout.shard(&self.flat, self.rank)?;
+        if self.has_own_shard() {
             self.keep_copies()?;
-            self.weight_shard.copy_to(&own, &self.part, &self.moved)?;
+            self.weight_shard.copy_to(&own, &self.shard, &self.moved)?;
             self.is_copying = self.layout.pins;
         }
         match group {
-            Some(group) if self.layout.part_len > 0 => {
+            Some(group) if self.layout.shard_len > 0 => {
                 Ok(Some(group.start_all_gather_into(&self.flat, &own)?))
             }
             _ => Ok(None),
         }
     }
 
-    /// Whether `part` is not a part of the weights themselves: it is in float32, on another device, or all that stays.
-    pub fn has_own_part(&self) -> bool {
+    /// Whether `shard` does not share the memory of the weights: it is in float32, on another device, or all that stays.
+    pub fn has_own_shard(&self) -> bool {
         self.has_master || self.storage.is_some() || self.layout.is_stored_apart()
     }
 
-    /// Whether the weights are sharded.
-    pub fn is_sharded(&self) -> bool {
+    /// Whether the weights are sharded while they are not used (stage 3).
+    pub fn shards_weights(&self) -> bool {
         self.storage.is_some()
     }
 
-    /// Bytes of gradients: of its part, or of all if those stay whole; and those of its part in host memory.
-    pub fn grad_bytes(&self, stay_whole: bool) -> (usize, usize) {
-        let part = self.grads.as_ref().filter(|_| !self.has_grads_in_file()).map_or(0, bytes_of);
-        let (part, offloaded) = if self.layout.is_stored_apart() { (0, part) } else { (part, 0) };
-        let sums = self.sums.as_ref().map_or(0, bytes_of);
-        let is_trained = self.trained().any(|trained| trained);
-        let whole = self.layout.len() * self.layout.kind.elt_size_in_bytes();
-        (sums + if stay_whole && is_trained { part.max(whole) } else { part }, offloaded)
-    }
-
-    /// Bytes of the copies of its part on a device.
-    pub fn shard_bytes_on(&self, device: tch::Device) -> usize {
+    /// Bytes of the copies of its shard on a device.
+    pub fn weight_shard_bytes_on(&self, device: tch::Device) -> usize {
         self.weight_shard.bytes_on(device)
     }
 
-    /// Whether the weights are sharded, and not in memory.
-    pub fn is_released(&self) -> bool {
-        self.storage.as_ref().is_some_and(GatheredStorage::is_released)
+    /// Whether the weights are sharded now, and not in memory.
+    pub fn is_sharded(&self) -> bool {
+        self.storage.as_ref().is_some_and(UnshardedStorage::is_released)
     }
 
     /// Which elements of the parameter at `index`, flattened, this rank has.
@@ -540,31 +298,34 @@ impl Unit {
     }
 
     /// This rank's elements of the weight at `index`, in its dtype, as [`Unit::range`] counts them.
-    pub fn weight_slice(&self, index: usize) -> Result<Tensor> {
+    pub fn weight_param_shard(&self, index: usize) -> Result<Tensor> {
         let place = &self.layout.places[index];
         if self.storage.is_some() {
-            return place.to_rows(&self.slices[index].leaf().f_detach()?.f_to_kind(self.layout.kind)?);
+            return place
+                .to_rows(&self.sharded_params[index].leaf().f_detach()?.f_to_kind(self.layout.kind)?);
         }
-        let own = self.layout.part(&self.flat, self.rank)?;
-        place.to_rows(&self.layout.slice(&own, place, self.rank)?)
+        let own = self.layout.shard(&self.flat, self.rank)?;
+        place.to_rows(&self.layout.param_shard(&own, place, self.rank)?)
     }
 
     /// Which parameters are trained.
     pub fn trained(&self) -> impl Iterator<Item = bool> {
-        self.slices.iter().map(Parameter::requires_grad)
+        self.sharded_params.iter().map(Parameter::requires_grad)
     }
 
     /// Lets parameters be trained that were frozen and are not any more. Returns whether there are some.
     pub fn unfreeze(&mut self) -> Result<bool> {
-        let pairs = self.layout.places.iter().zip(&self.slices);
-        let is_unfrozen =
-            |(place, slice): &(&Place, &Parameter)| place.parameter.requires_grad() && !slice.requires_grad();
-        let unfrozen: Vec<Parameter> = pairs.filter(is_unfrozen).map(|(_, slice)| slice.clone()).collect();
+        let pairs = self.layout.places.iter().zip(&self.sharded_params);
+        let is_unfrozen = |(place, sharded): &(&Place, &Parameter)| {
+            place.parameter.requires_grad() && !sharded.requires_grad()
+        };
+        let unfrozen: Vec<Parameter> =
+            pairs.filter(is_unfrozen).map(|(_, sharded)| sharded.clone()).collect();
         if unfrozen.is_empty() {
             return Ok(false);
         }
         self.make_master()?;
-        unfrozen.iter().for_each(|slice| drop(slice.set_requires_grad(true)));
+        unfrozen.iter().for_each(|sharded| drop(sharded.set_requires_grad(true)));
         Ok(true)
     }
 
@@ -575,37 +336,36 @@ impl Unit {
         }
         let _no_grad = tch::no_grad_guard();
         self.take_changes()?;
-        self.part = self.layout.stored(&self.part, Kind::Float, self.layout.storage)?;
-        self.is_part_in_file = false;
+        self.shard = self.layout.stored(&self.shard, Kind::Float, self.layout.storage)?;
+        self.is_shard_in_file = false;
         let file = self.weight_shard.file().cloned();
-        let is_whole = !self.is_sharded();
-        let own = is_whole.then(|| self.layout.part(&self.flat, self.rank)).transpose()?;
-        self.weight_shard = WeightShard::of(&self.layout, &self.part, own)?;
-        file.map_or(Ok(()), |file| self.put_shard_into(file))?;
-        for (place, slice) in self.layout.places.iter().zip(&self.slices) {
-            slice.set_data(&self.layout.slice(&self.part, place, self.rank)?)?;
+        let own = (!self.shards_weights()).then(|| self.layout.shard(&self.flat, self.rank)).transpose()?;
+        self.weight_shard = WeightShard::of(&self.layout, &self.shard, own)?;
+        file.map_or(Ok(()), |file| self.put_weight_shard_into(file))?;
+        for (place, sharded) in self.layout.places.iter().zip(&self.sharded_params) {
+            sharded.set_data(&self.layout.param_shard(&self.shard, place, self.rank)?)?;
         }
         self.has_master = true;
-        if !self.is_sharded() {
+        if !self.shards_weights() {
             self.versions = self.current_versions()?; // those of sharded weights are counted, and differ while these are away
         }
         Ok(())
     }
 
-    /// Makes the weights whole, if they are not.
+    /// Unshards the weights, if they are sharded.
     ///
     /// # Collective
     /// All ranks must call it.
-    pub fn gather(&mut self, group: Option<&ProcessGroup>) -> Result<()> {
-        self.start(group)?;
-        self.wait_for_gather()
+    pub fn unshard(&mut self, group: Option<&ProcessGroup>) -> Result<()> {
+        self.start_unshard(group)?;
+        self.wait_for_unshard()
     }
 
-    /// Starts to make the weights whole, if they are not. They are used after [`Unit::wait_for_gather`].
+    /// Starts to unshard the weights, if they are sharded. They are used after [`Unit::wait_for_unshard`].
     ///
     /// # Collective
     /// All ranks must call it.
-    pub fn start(&mut self, group: Option<&ProcessGroup>) -> Result<()> {
+    pub fn start_unshard(&mut self, group: Option<&ProcessGroup>) -> Result<()> {
         let Some(storage) = self.storage.as_mut().filter(|storage| storage.is_released()) else {
             return Ok(());
         };
@@ -618,7 +378,7 @@ impl Unit {
     }
 
     /// Waits for weights that are on their way.
-    pub fn wait_for_gather(&mut self) -> Result<()> {
+    pub fn wait_for_unshard(&mut self) -> Result<()> {
         let Some(Arrival(work)) = self.storage.as_mut().and_then(|storage| storage.set_arriving(None)) else {
             return Ok(());
         };
@@ -634,7 +394,7 @@ impl Unit {
 
     /// The optimizer has stepped.
     pub fn renew_after_step(&mut self) -> Result<()> {
-        let stepped = (0..self.slices.len()).filter(|index| self.had_grad[*index]);
+        let stepped = (0..self.sharded_params.len()).filter(|index| self.had_grad[*index]);
         match stepped.into_iter().all(|index| self.is_rounded[index] || self.range(index).is_empty()) {
             true => self.weight_shard.set_written(),
             false => self.note_change(),
@@ -642,14 +402,14 @@ impl Unit {
         self.renew_versions()
     }
 
-    /// The part has been changed: autograd is not to take the weights for those that it has saved.
+    /// The shard has been changed: autograd is not to take the weights for those that it has saved.
     pub fn renew(&mut self) -> Result<()> {
         self.note_change();
         self.renew_versions()
     }
 
     fn renew_versions(&mut self) -> Result<()> {
-        if self.is_released() {
+        if self.is_sharded() {
             self.versions.iter_mut().for_each(|version| *version += 2); // they come back as others
             return self.set_versions(1);
         }
@@ -659,49 +419,49 @@ impl Unit {
         self.set_versions(0)
     }
 
-    /// The part has changed, and the weights are gathered from it next.
+    /// The shard has changed, and the weights are gathered from it next.
     pub fn note_change(&mut self) {
         self.weight_shard.set_stale();
     }
 
-    /// The dtype of its part.
-    pub fn part_kind(&self) -> Kind {
-        self.part.kind()
+    /// The dtype of its shard.
+    pub fn shard_kind(&self) -> Kind {
+        self.shard.kind()
     }
 
-    /// Its part, if that is to be in a file between steps.
-    pub fn swappable_part(&self) -> Option<&Tensor> {
-        (self.layout.swaps_part && self.has_own_part()).then_some(&self.part)
+    /// Its shard, if that is to be in a file between steps.
+    pub fn swappable_shard(&self) -> Option<&Tensor> {
+        (self.layout.swaps_shard && self.has_own_shard()).then_some(&self.shard)
     }
 
-    /// Moves the part into a tensor of its length and dtype whose memory is a file.
-    pub fn move_part(&mut self, to: &Tensor) -> Result<()> {
+    /// Moves the shard into a tensor of its length and dtype whose memory is a file.
+    pub fn move_shard(&mut self, to: &Tensor) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let mut to = to.shallow_clone();
-        to.f_copy_(&self.part)?;
-        for (index, slice) in self.slices.iter().enumerate() {
-            slice.leaf().shallow_clone().f_set_data(&self.slice_in(&to, index)?)?;
+        to.f_copy_(&self.shard)?;
+        for (index, sharded) in self.sharded_params.iter().enumerate() {
+            sharded.leaf().shallow_clone().f_set_data(&self.param_shard_in(&to, index)?)?;
         }
-        (self.part, self.is_part_in_file) = (to, true);
+        (self.shard, self.is_shard_in_file) = (to, true);
         Ok(())
     }
 
-    /// The place of the parameter at `index` in a tensor as long as the part: a view.
-    pub fn slice_in(&self, part: &Tensor, index: usize) -> Result<Tensor> {
-        self.layout.slice(part, &self.layout.places[index], self.rank)
+    /// The place of the parameter at `index` in a tensor as long as the shard: a view.
+    pub fn param_shard_in(&self, shard: &Tensor, index: usize) -> Result<Tensor> {
+        self.layout.param_shard(shard, &self.layout.places[index], self.rank)
     }
 
     /// Keeps what the weights are gathered from in a file.
-    pub fn put_shard_into(&mut self, file: ShardFile) -> Result<()> {
+    pub fn put_weight_shard_into(&mut self, file: ShardFile) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
-        self.weight_shard.put_into(file, &self.part, &self.moved)
+        self.weight_shard.put_into(file, &self.shard, &self.moved)
     }
 
-    /// Takes the part as it is over to what the weights are gathered from.
-    pub fn refresh_shard(&mut self) -> Result<()> {
+    /// Takes the shard as it is over to what the weights are gathered from.
+    pub fn refresh_weight_shard(&mut self) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         self.keep_copies()?;
-        self.weight_shard.refresh(&self.part, &self.moved)?;
+        self.weight_shard.refresh(&self.shard, &self.moved)?;
         self.is_copying = self.layout.pins;
         Ok(())
     }
@@ -730,7 +490,7 @@ impl Unit {
         self.storage.iter_mut().for_each(|storage| storage.pins += 1);
     }
 
-    /// Ends a use; [`Unit::release`] may free the memory then.
+    /// Ends a use; [`Unit::reshard`] may free the memory then.
     pub fn unpin(&mut self) {
         self.storage.iter_mut().for_each(|storage| storage.pins = storage.pins.saturating_sub(1));
     }
@@ -743,10 +503,10 @@ impl Unit {
     /// All that used the weights in backward have had their turn.
     pub fn end_backward(&mut self) -> Result<()> {
         self.storage.iter_mut().for_each(|storage| storage.is_in_backward = false);
-        self.release()
+        self.reshard()
     }
 
-    /// The weights stay until [`Unit::release_after_step`].
+    /// The weights stay until [`Unit::reshard_after_step`].
     pub fn keep_until_step_end(&mut self) {
         self.storage.iter_mut().for_each(|storage| storage.is_kept_until_step_end = true);
     }
@@ -757,9 +517,9 @@ impl Unit {
     }
 
     /// Ends [`Unit::keep_until_step_end`]: frees the memory of weights that are not in use.
-    pub fn release_after_step(&mut self) -> Result<()> {
+    pub fn reshard_after_step(&mut self) -> Result<()> {
         self.storage.iter_mut().for_each(|storage| storage.is_kept_until_step_end = false);
-        self.release()
+        self.reshard()
     }
 
     /// After a call: drops gradients, and frees the weights that come and go.
@@ -770,15 +530,15 @@ impl Unit {
         if let Some(storage) = &mut self.storage {
             (storage.pins, storage.is_kept_until_step_end, storage.is_in_backward) = (0, false, false);
         }
-        self.wait_for_gather()?;
-        self.release()
+        self.wait_for_unshard()?;
+        self.reshard()
     }
 
     /// Before another call with the same weights, some of which may have been frozen or unfrozen since.
     pub fn begin_call(&mut self) -> Result<()> {
         self.unfreeze()?;
-        for (place, slice) in self.layout.places.iter().zip(&self.slices) {
-            let _ = slice.set_requires_grad(place.parameter.requires_grad());
+        for (place, sharded) in self.layout.places.iter().zip(&self.sharded_params) {
+            let _ = sharded.set_requires_grad(place.parameter.requires_grad());
         }
         Ok(())
     }
@@ -807,67 +567,67 @@ impl Unit {
 
     /// Whether the weights are in memory, and not in use.
     pub fn is_idle(&self) -> bool {
-        let is_used = |storage: &GatheredStorage| {
+        let is_used = |storage: &UnshardedStorage| {
             storage.pins > 0 || storage.is_kept_until_step_end || storage.is_in_backward
         };
-        let is_idle = |storage: &GatheredStorage| !is_used(storage) && !storage.is_arriving();
+        let is_idle = |storage: &UnshardedStorage| !is_used(storage) && !storage.is_arriving();
         self.live() > 0 && self.storage.as_ref().is_some_and(is_idle)
     }
 
     /// Frees the memory of the weights, unless they are in use.
-    pub fn release(&mut self) -> Result<()> {
+    pub fn reshard(&mut self) -> Result<()> {
         if !self.is_idle() {
             return Ok(());
         }
         self.take_changes()?;
-        self.storage.iter_mut().try_for_each(GatheredStorage::release)?;
+        self.storage.iter_mut().try_for_each(UnshardedStorage::release)?;
         self.set_versions(1)?;
         self.layout.places.iter().try_for_each(|place| place.parameter.set_away(true))
     }
 
-    /// The weights have been changed from outside: takes this rank's part of them over.
+    /// The weights have been changed from outside: takes this rank's shard of them over.
     pub fn write_back(&mut self, index: usize) -> Result<()> {
-        if !self.has_own_part() {
+        if !self.has_own_shard() {
             return Ok(());
         }
         let _no_grad = tch::no_grad_guard();
         let place = &self.layout.places[index];
-        let own = self.layout.slice(&self.layout.part(&self.flat, self.rank)?, place, self.rank)?;
-        let part = self.slices[index].leaf();
-        take_edit(part, &self.moved.to(part.device(), &own, false)?)?;
+        let own = self.layout.param_shard(&self.layout.shard(&self.flat, self.rank)?, place, self.rank)?;
+        let shard = self.sharded_params[index].leaf();
+        take_edit(shard, &self.moved.to(shard.device(), &own, false)?)?;
         self.weight_shard.set_stale();
         self.versions[index] = place.parameter.leaf().f_internal_version()?;
         Ok(())
     }
 
-    /// Writes the parameter at `index`: this rank's `slice` of the values, and the whole weight where it is in memory.
+    /// Writes the parameter at `index`: this rank's `shard` of the values, and the unsharded weight where it is in memory.
     /// [`Unit::renew`] has to follow.
-    pub fn write(&mut self, index: usize, values: &Tensor, slice: &Tensor) -> Result<()> {
-        self.wait_for_gather()?;
-        if !self.is_released() {
+    pub fn write(&mut self, index: usize, values: &Tensor, shard: &Tensor) -> Result<()> {
+        self.wait_for_unshard()?;
+        if !self.is_sharded() {
             self.layout.places[index].parameter.leaf().f_detach()?.f_copy_(values)?;
             self.write_back(index)?;
         }
-        Ok(self.slices[index].leaf().f_detach()?.f_copy_(slice)?)
+        Ok(self.sharded_params[index].leaf().f_detach()?.f_copy_(shard)?)
     }
 
-    /// What this rank has of a tensor like the parameter at `index`, as a copy in the order of its slice.
-    pub fn slice_of(&self, index: usize, whole: &Tensor) -> Result<Tensor> {
+    /// What this rank has of a tensor like the parameter at `index`, as a copy in the order of its elements in memory.
+    pub fn param_shard_of(&self, index: usize, whole: &Tensor) -> Result<Tensor> {
         let flat = self.layout.places[index].to_memory_order(&whole.f_reshape([-1_i64])?)?;
         copied(&narrow(&flat, self.range(index))?)
     }
 
-    /// Tensors like the parameters, whole, from what each rank has of them. `None` where no rank has any.
+    /// Unsharded tensors like the parameters, from what each rank has of them. `None` where no rank has any.
     ///
     /// # Collective
     /// All ranks must call it, for the same unit.
-    pub fn whole(
+    pub fn unsharded(
         &self,
         group: Option<&ProcessGroup>,
-        slices: &[Option<Tensor>],
+        sharded_params: &[Option<Tensor>],
         kind: Kind,
     ) -> Result<Vec<Tensor>> {
-        self.layout.whole(self.rank, group, slices, kind)
+        self.layout.unsharded(self.rank, group, sharded_params, kind)
     }
 }
 

@@ -5,12 +5,12 @@
 
 use std::ops::Range;
 
-use super::reducer::Reducer;
+use super::unit_set::UnitSet;
 use crate::distributed::{ReduceOp, collective_scope};
 use crate::error::{ConfigError, Error, Problem, Result};
 use crate::optim::Optimizer;
 
-impl Reducer {
+impl UnitSet {
     fn is_stepped(&self, optimizer: usize, number: usize) -> bool {
         let swapper = self.files.optimizer.as_ref();
         let unit = &self.units[number];
@@ -53,7 +53,7 @@ impl Reducer {
     }
 
     fn write_unit(&mut self, number: usize, asked: usize, optimizer: &dyn Optimizer) -> Result<()> {
-        self.units[number].refresh_shard()?;
+        self.units[number].refresh_weight_shard()?;
         self.swap_states(number, asked, optimizer)?;
         let Some(swapper) = &mut self.files.optimizer else { return Ok(()) };
         swapper.end(number)
@@ -61,7 +61,7 @@ impl Reducer {
 
     /// Moves the states that the optimizer has made of a unit into files; it knows them as those of the unit `asked`.
     fn swap_states(&mut self, number: usize, asked: usize, optimizer: &dyn Optimizer) -> Result<()> {
-        if self.files.optimizer.is_none() || !self.units[number].layout.swaps_part {
+        if self.files.optimizer.is_none() || !self.units[number].layout.swaps_shard {
             return Ok(());
         }
         let tensors = optimizer.unit_state(asked);
@@ -73,7 +73,7 @@ impl Reducer {
         let states: Vec<_> = of_unit.collect();
         let Self { units, files, .. } = self;
         files.optimizer.as_mut().map_or(Ok(()), |swapper| {
-            swapper.swap_part(number, &mut units[number])?;
+            swapper.swap_shard(number, &mut units[number])?;
             swapper.swap_states(number, &units[number], &states)
         })
     }
@@ -130,7 +130,7 @@ impl Reducer {
     }
 
     /// An error if a step has failed half way, so that weights and states are not those of one step.
-    pub fn check_whole(&self) -> Result<()> {
+    pub fn check_not_torn(&self) -> Result<()> {
         if !self.files.is_torn {
             return Ok(());
         }

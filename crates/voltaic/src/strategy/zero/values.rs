@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use super::flat::copied;
-use super::reducer::Reducer;
 use super::unit::Unit;
-use super::whole::from_parts;
+use super::unit_set::UnitSet;
+use super::whole::from_shards;
 use crate::checkpoint::MASTER;
 use crate::distributed::{Work, collective_scope};
 use crate::error::{ConfigError, Problem, Result};
@@ -46,23 +46,23 @@ struct Found {
 
 /// Finds a value, and what is wrong on any rank; `check` finds further problems if there are no others.
 fn find(
-    reducer: &Reducer,
+    set: &UnitSet,
     inner: &dyn Optimizer,
     (fqn, value): (&str, ParamValue<'_>),
     check: impl FnOnce(&Unit, usize, Option<&Tensor>) -> Option<ConfigError>,
 ) -> Result<Found> {
     parameter(inner.name(), inner.param_groups(), fqn)?;
-    let place = reducer.place_of(fqn);
+    let place = set.place_of(fqn);
     let (number, index) = place.ok_or_else(|| no_state(inner.name(), fqn, &value.to_string(), &[]))?;
-    let unit = &reducer.units[number];
+    let unit = &set.units[number];
     let states = inner.state_dict().tensors;
     let own = match value {
         ParamValue::State(kind) if kind != MASTER || !unit.has_master => {
             let name = format!("{kind}.{fqn}");
             states.iter().find(|(own, _)| *own == name).map(|(_, state)| state.shallow_clone())
         }
-        ParamValue::Gradient => unit.grad_slice(index)?,
-        _ => Some(unit.slices[index].leaf().f_detach()?),
+        ParamValue::Gradient => unit.grad_param_shard(index)?,
+        _ => Some(unit.sharded_params[index].leaf().f_detach()?),
     };
     let is_empty = unit.range(index).is_empty();
     let has = match &own {
@@ -74,7 +74,7 @@ fn find(
     let problem = problem.and_then(|error| error.problems.into_iter().next());
     let problem = problem.map(|problem| problem.problem);
     let report = ValueReport { asked: format!("{value} of {fqn}"), problem, has, kinds: kinds(&states, fqn) };
-    let reports = match &reducer.peers {
+    let reports = match &set.peers {
         Some(group) => group.all_gather_object(&report)?,
         None => vec![report],
     };
@@ -101,9 +101,9 @@ fn find(
 }
 
 /// The present value, including edits of weights.
-fn current(reducer: &mut Reducer, inner: &dyn Optimizer, fqn: &str, value: ParamValue<'_>) -> Result<Found> {
-    reducer.take_changes()?;
-    find(reducer, inner, (fqn, value), |_, _, _| None)
+fn current(set: &mut UnitSet, inner: &dyn Optimizer, fqn: &str, value: ParamValue<'_>) -> Result<Found> {
+    set.take_changes()?;
+    find(set, inner, (fqn, value), |_, _, _| None)
 }
 
 fn number(value: f64) -> Result<Tensor> {
@@ -112,30 +112,30 @@ fn number(value: f64) -> Result<Tensor> {
 
 /// See [`Optimizer::full_value`].
 pub(super) fn full(
-    reducer: &mut Reducer,
+    set: &mut UnitSet,
     inner: &dyn Optimizer,
     fqn: &str,
     value: ParamValue<'_>,
 ) -> Result<Option<Tensor>> {
     let _no_grad = tch::no_grad_guard();
     let _named = collective_scope(format!("{value} of {fqn}"));
-    let Found { place: (unit, index), own, has } = current(reducer, inner, fqn, value)?;
+    let Found { place: (unit, index), own, has } = current(set, inner, fqn, value)?;
     match has {
         Has::Nothing => Ok(None),
         Has::Number(value) => number(value).map(Some),
-        Has::Elements => whole(reducer, &reducer.units[unit], index, own.as_ref()).map(Some),
+        Has::Elements => unsharded(set, &set.units[unit], index, own.as_ref()).map(Some),
     }
 }
 
-/// A whole value from what each rank has of it.
-fn whole(reducer: &Reducer, unit: &Unit, index: usize, own: Option<&Tensor>) -> Result<Tensor> {
+/// An unsharded value from what each rank has of it.
+fn unsharded(set: &UnitSet, unit: &Unit, index: usize, own: Option<&Tensor>) -> Result<Tensor> {
     let (layout, place) = (&unit.layout, &unit.layout.places[index]);
     let ranges: Vec<_> = (0..layout.ranks).map(|rank| layout.range(place, rank)).collect();
     let nothing = || Tensor::f_zeros([0_i64], (Kind::Float, layout.device));
     let own = own.map_or_else(nothing, |own| own.f_to_dtype(Kind::Float, false, true))?;
     let own = own.f_to_device(layout.device)?;
-    let all = match &reducer.peers {
-        Some(group) if place.numel > 0 => from_parts(group, &ranges, &own)?,
+    let all = match &set.peers {
+        Some(group) if place.numel > 0 => from_shards(group, &ranges, &own)?,
         _ => own,
     };
     Ok(place.to_rows(&all)?.f_reshape(place.shape.as_slice())?)
@@ -143,7 +143,7 @@ fn whole(reducer: &Reducer, unit: &Unit, index: usize, own: Option<&Tensor>) -> 
 
 /// See [`Optimizer::set_full_value`].
 pub(super) fn set_full(
-    reducer: &mut Reducer,
+    set: &mut UnitSet,
     inner: &dyn Optimizer,
     fqn: &str,
     value: ParamValue<'_>,
@@ -151,7 +151,7 @@ pub(super) fn set_full(
 ) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
     let _named = collective_scope(format!("{value} of {fqn}"));
-    widen_grad(reducer, fqn, value)?;
+    widen_grad(set, fqn, value)?;
     let given = values.size();
     let check = |unit: &Unit, index: usize, own: Option<&Tensor>| {
         let is_number = own.is_some_and(|own| own.dim() == 0);
@@ -159,31 +159,31 @@ pub(super) fn set_full(
         let is_absent = own.is_none() && matches!(value, ParamValue::State(_)); // other ranks have its shape
         if is_absent { None } else { shape_problem(fqn, value, shape, &given) }
     };
-    let Found { place: (unit, index), own, has } = find(reducer, inner, (fqn, value), check)?;
-    let unit = &mut reducer.units[unit];
+    let Found { place: (unit, index), own, has } = find(set, inner, (fqn, value), check)?;
+    let unit = &mut set.units[unit];
     let own = match has {
         Has::Number(_) => return own.map_or(Ok(()), |own| Ok(own.f_detach()?.f_copy_(values)?)),
         Has::Nothing if value == ParamValue::Gradient => return Err(no_gradient(fqn)),
         _ => own,
     };
     let values = values.f_to_device(unit.layout.device)?;
-    let slice = unit.slice_of(index, &values)?;
+    let shard = unit.param_shard_of(index, &values)?;
     match value {
-        ParamValue::Gradient => set_grad(unit, index, &slice),
+        ParamValue::Gradient => set_grad(unit, index, &shard),
         ParamValue::State(kind) if kind != MASTER || !unit.has_master => {
-            own.map_or(Ok(()), |own| Ok(own.f_detach()?.f_copy_(&slice)?))
+            own.map_or(Ok(()), |own| Ok(own.f_detach()?.f_copy_(&shard)?))
         }
         _ => {
-            unit.write(index, &values, &slice)?;
+            unit.write(index, &values, &shard)?;
             unit.renew()
         }
     }
 }
 
 /// A gradient that is to be written is not rounded to 16 bits, once the optimizer has it.
-fn widen_grad(reducer: &mut Reducer, fqn: &str, value: ParamValue<'_>) -> Result<()> {
-    match reducer.place_of(fqn).filter(|_| value == ParamValue::Gradient) {
-        Some((unit, _)) => reducer.units[unit].widen_grads(),
+fn widen_grad(set: &mut UnitSet, fqn: &str, value: ParamValue<'_>) -> Result<()> {
+    match set.place_of(fqn).filter(|_| value == ParamValue::Gradient) {
+        Some((unit, _)) => set.units[unit].widen_grads(),
         None => Ok(()),
     }
 }
@@ -194,27 +194,30 @@ fn no_gradient(fqn: &str) -> crate::error::Error {
     ConfigError::new("optimizer", what, remedy).into()
 }
 
-fn set_grad(unit: &mut Unit, index: usize, slice: &Tensor) -> Result<()> {
-    let Some(grad) = unit.grad_slice(index)? else { return Ok(()) };
+fn set_grad(unit: &mut Unit, index: usize, shard: &Tensor) -> Result<()> {
+    let Some(grad) = unit.grad_param_shard(index)? else { return Ok(()) };
     let dtype = unit.grads_dtype().unwrap_or(grad.kind());
-    grad.f_detach()?.f_copy_(&slice.f_to_kind(dtype)?)?;
-    if grad.numel() > 0 && !unit.slices[index].grad().defined() && dtype == unit.slices[index].kind() {
-        ffi::set_grad(unit.slices[index].leaf(), &grad)?;
+    grad.f_detach()?.f_copy_(&shard.f_to_kind(dtype)?)?;
+    if grad.numel() > 0
+        && !unit.sharded_params[index].grad().defined()
+        && dtype == unit.sharded_params[index].kind()
+    {
+        ffi::set_grad(unit.sharded_params[index].leaf(), &grad)?;
     }
     Ok(())
 }
 
 /// See [`Optimizer::local_value`].
 pub(super) fn local(
-    reducer: &mut Reducer,
+    set: &mut UnitSet,
     inner: &dyn Optimizer,
     fqn: &str,
     value: ParamValue<'_>,
 ) -> Result<Option<Tensor>> {
     let _no_grad = tch::no_grad_guard();
     let _named = collective_scope(format!("{value} of {fqn}"));
-    let Found { place: (unit, index), own, has } = current(reducer, inner, fqn, value)?;
-    let unit = &reducer.units[unit];
+    let Found { place: (unit, index), own, has } = current(set, inner, fqn, value)?;
+    let unit = &set.units[unit];
     match (has, own) {
         (Has::Nothing, _) => Ok(None),
         (Has::Number(value), _) => Ok(Some(number(value)?.f_reshape([1_i64])?)),
@@ -228,7 +231,7 @@ pub(super) fn local(
 
 /// See [`Optimizer::set_local_value`].
 pub(super) fn set_local(
-    reducer: &mut Reducer,
+    set: &mut UnitSet,
     inner: &dyn Optimizer,
     fqn: &str,
     value: ParamValue<'_>,
@@ -236,17 +239,17 @@ pub(super) fn set_local(
 ) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
     let _named = collective_scope(format!("{value} of {fqn}"));
-    widen_grad(reducer, fqn, value)?;
+    widen_grad(set, fqn, value)?;
     let given = values.size();
     let check = |unit: &Unit, index: usize, own: Option<&Tensor>| {
         let len = own.map_or(unit.range(index).len(), Tensor::numel) as i64;
         shape_problem(fqn, value, &[len], &given)
     };
-    let Found { place: (number, index), own, has } = find(reducer, inner, (fqn, value), check)?;
+    let Found { place: (number, index), own, has } = find(set, inner, (fqn, value), check)?;
     if has == Has::Nothing {
         return Err(no_gradient(fqn));
     }
-    let unit = &reducer.units[number];
+    let unit = &set.units[number];
     if let Some(own) = own {
         let values = values.f_to_device(unit.layout.device)?;
         let values = match own.dim() {
@@ -258,46 +261,43 @@ pub(super) fn set_local(
     if value != ParamValue::Fp32Weight && value != ParamValue::State(MASTER) {
         return Ok(());
     }
-    let group = reducer.peers.clone();
-    let unit = &mut reducer.units[number];
+    let group = set.peers.clone();
+    let unit = &mut set.units[number];
     unit.note_change();
-    unit.wait_for_gather()?;
-    if unit.is_released() {
+    unit.wait_for_unshard()?;
+    if unit.is_sharded() {
         return unit.renew();
     }
     unit.start_gather(group.as_deref())?.map_or(Ok(()), Work::wait)
 }
 
 /// See [`Optimizer::master_weights`].
-pub(super) fn masters(reducer: &mut Reducer, optimizer: usize) -> Result<Vec<(String, Tensor)>> {
+pub(super) fn masters(set: &mut UnitSet, optimizer: usize) -> Result<Vec<(String, Tensor)>> {
     let _no_grad = tch::no_grad_guard();
     let _named = collective_scope("master weights");
-    reducer.take_changes()?;
+    set.take_changes()?;
     let mut all = Vec::new();
-    for unit in reducer.units.iter().filter(|unit| unit.optimizer == optimizer && unit.has_master) {
-        let slices: Vec<_> = unit.slices.iter().map(|slice| Some(slice.leaf().detach())).collect();
-        let whole = unit.whole(reducer.group(), &slices, Kind::Float)?;
-        for (place, whole) in unit.layout.places.iter().zip(&whole) {
-            all.push((place.fqn.clone(), copied(whole)?));
+    for unit in set.units.iter().filter(|unit| unit.optimizer == optimizer && unit.has_master) {
+        let sharded_params: Vec<_> =
+            unit.sharded_params.iter().map(|sharded| Some(sharded.leaf().detach())).collect();
+        let values = unit.unsharded(set.group(), &sharded_params, Kind::Float)?;
+        for (place, values) in unit.layout.places.iter().zip(&values) {
+            all.push((place.fqn.clone(), copied(values)?));
         }
     }
     Ok(all)
 }
 
 /// See [`Optimizer::set_master_weights`].
-pub(super) fn set_masters(
-    reducer: &mut Reducer,
-    optimizer: usize,
-    values: &[(String, Tensor)],
-) -> Result<()> {
+pub(super) fn set_masters(set: &mut UnitSet, optimizer: usize, values: &[(String, Tensor)]) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
     let values: HashMap<&str, &Tensor> = values.iter().map(|(fqn, values)| (fqn.as_str(), values)).collect();
-    for unit in reducer.units.iter_mut().filter(|unit| unit.optimizer == optimizer && unit.has_master) {
+    for unit in set.units.iter_mut().filter(|unit| unit.optimizer == optimizer && unit.has_master) {
         for index in 0..unit.layout.places.len() {
             let Some(values) = values.get(unit.layout.places[index].fqn.as_str()) else { continue };
             let values = values.f_to_device(unit.layout.device)?;
-            let slice = unit.slice_of(index, &values)?;
-            unit.write(index, &values, &slice)?;
+            let shard = unit.param_shard_of(index, &values)?;
+            unit.write(index, &values, &shard)?;
         }
         unit.renew()?;
     }

@@ -1,4 +1,4 @@
-//! The shard of the weights from which they are unsharded, where that is not the part that the optimizer updates.
+//! The shard of the weights from which they are unsharded, where that is not the shard that the optimizer updates.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,14 +15,14 @@ use crate::swap::SwapStore;
 /// A store of shards of several units.
 pub(super) type SharedStore = Arc<Mutex<SwapStore>>;
 
-/// Copies of a unit's part. A part in host memory in float32 has one in the weights' dtype: beside it, so that half as many bytes
+/// Copies of a unit's shard. A shard in host memory in float32 has one in the weights' dtype: beside it, so that half as many bytes
 /// travel to the device, or in the weights themselves, where these stay on the host. An optimizer may write this one in its update.
-/// Sharded weights have a copy where [`Layout::shard_storage`] says, if the part is elsewhere, or in a file.
+/// Sharded weights have a copy where [`Layout::weight_shard_storage`] says, if the shard is elsewhere, or in a file.
 #[derive(Debug, Default)]
 pub(super) struct WeightShard {
     rounded: Option<Tensor>,
-    shard: Option<Shard>,
-    /// The part has changed since the copies were made.
+    stored: Option<Stored>,
+    /// The shard has changed since the copies were made.
     is_stale: bool,
     /// The rounded copy as well: the optimizer has not written it.
     is_rounded_stale: bool,
@@ -30,7 +30,7 @@ pub(super) struct WeightShard {
 
 /// What sharded weights are gathered from.
 #[derive(Debug)]
-enum Shard {
+enum Stored {
     Memory(Tensor),
     File(ShardFile),
 }
@@ -74,36 +74,37 @@ impl ShardFile {
 }
 
 impl WeightShard {
-    /// The copies that a part needs. Weights that are not sharded have it at `own`.
-    pub fn of(layout: &Layout, part: &Tensor, own: Option<Tensor>) -> Result<Self> {
-        let is_half = part.kind() != layout.kind;
+    /// The copies that a shard needs. Weights that are not sharded have it at `own`.
+    pub fn of(layout: &Layout, shard: &Tensor, own: Option<Tensor>) -> Result<Self> {
+        let is_half = shard.kind() != layout.kind;
         let is_rounded = layout.is_stored_apart() && is_half;
         let is_sharded = own.is_none();
-        let is_host = |own: &Tensor| own.device() == tch::Device::Cpu && part.device() == own.device();
+        let is_host = |own: &Tensor| own.device() == tch::Device::Cpu && shard.device() == own.device();
         let rounded = match own.filter(|own| is_half && is_host(own)) {
             Some(own) => Some(own),
-            None => is_rounded.then(|| layout.stored(part, layout.kind, layout.storage)).transpose()?,
+            None => is_rounded.then(|| layout.stored(shard, layout.kind, layout.storage)).transpose()?,
         };
-        // a part in a file is not read for each gather
-        let is_elsewhere = layout.shard_storage != layout.storage || (layout.swaps_part && !is_rounded);
-        let shard =
-            (is_sharded && is_elsewhere).then(|| layout.stored(part, layout.kind, layout.shard_storage));
-        let shard = shard.transpose()?.map(Shard::Memory);
-        Ok(Self { rounded, shard, ..Self::default() })
+        // a shard in a file is not read for each gather
+        let is_elsewhere =
+            layout.weight_shard_storage != layout.storage || (layout.swaps_shard && !is_rounded);
+        let stored = (is_sharded && is_elsewhere)
+            .then(|| layout.stored(shard, layout.kind, layout.weight_shard_storage));
+        let stored = stored.transpose()?.map(Stored::Memory);
+        Ok(Self { rounded, stored, ..Self::default() })
     }
 
     /// Puts the shard into a file, and frees the copies in memory.
-    pub fn put_into(&mut self, file: ShardFile, part: &Tensor, moved: &Moved) -> Result<()> {
+    pub fn put_into(&mut self, file: ShardFile, shard: &Tensor, moved: &Moved) -> Result<()> {
         file.store().create(&file.name, file.len * file.kind.elt_size_in_bytes())?;
-        file.write(part, None, moved)?;
-        *self = Self { shard: Some(Shard::File(file)), ..Self::default() };
+        file.write(shard, None, moved)?;
+        *self = Self { stored: Some(Stored::File(file)), ..Self::default() };
         Ok(())
     }
 
     /// The file of the shard, if it is in one.
     pub fn file(&self) -> Option<&ShardFile> {
-        match &self.shard {
-            Some(Shard::File(file)) => Some(file),
+        match &self.stored {
+            Some(Stored::File(file)) => Some(file),
             _ => None,
         }
     }
@@ -114,12 +115,12 @@ impl WeightShard {
         file.store().start_read(&file.name)
     }
 
-    /// The part has changed.
+    /// The shard has changed.
     pub fn set_stale(&mut self) {
         (self.is_stale, self.is_rounded_stale) = (true, true);
     }
 
-    /// An optimizer has changed the part, and has written what it changed to [`WeightShard::rounded`], too.
+    /// An optimizer has changed the shard, and has written what it changed to [`WeightShard::rounded`], too.
     pub fn set_written(&mut self) {
         self.is_stale = true;
     }
@@ -134,29 +135,29 @@ impl WeightShard {
         self.is_stale
     }
 
-    /// Copies what the weights are gathered from, as the part is now.
-    pub fn copy_to(&mut self, to: &Tensor, part: &Tensor, moved: &Moved) -> Result<()> {
-        self.bring_up_to_date(Some(to), part, moved)
+    /// Copies what the weights are gathered from, as the shard is now.
+    pub fn copy_to(&mut self, to: &Tensor, shard: &Tensor, moved: &Moved) -> Result<()> {
+        self.bring_up_to_date(Some(to), shard, moved)
     }
 
-    /// Copies the part as it is now, if it has changed; before it is far away.
-    pub fn refresh(&mut self, part: &Tensor, moved: &Moved) -> Result<()> {
-        self.bring_up_to_date(None, part, moved)
+    /// Copies the shard as it is now, if it has changed; before it is far away.
+    pub fn refresh(&mut self, shard: &Tensor, moved: &Moved) -> Result<()> {
+        self.bring_up_to_date(None, shard, moved)
     }
 
-    fn bring_up_to_date(&mut self, to: Option<&Tensor>, part: &Tensor, moved: &Moved) -> Result<()> {
+    fn bring_up_to_date(&mut self, to: Option<&Tensor>, shard: &Tensor, moved: &Moved) -> Result<()> {
         let (is_stale, is_rounded_stale) =
             (std::mem::take(&mut self.is_stale), std::mem::take(&mut self.is_rounded_stale));
-        let mut last = part;
-        let memory = match &self.shard {
-            Some(Shard::File(file)) => {
+        let mut last = shard;
+        let memory = match &self.stored {
+            Some(Stored::File(file)) => {
                 return match (is_stale, to) {
-                    (true, to) => file.write(part, to, moved),
+                    (true, to) => file.write(shard, to, moved),
                     (false, Some(to)) => file.read(to, moved),
                     (false, None) => Ok(()),
                 };
             }
-            Some(Shard::Memory(shard)) => Some(shard),
+            Some(Stored::Memory(shard)) => Some(shard),
             None => None,
         };
         let copies = [(self.rounded.as_ref(), is_rounded_stale), (memory, is_stale)].into_iter();
@@ -172,8 +173,8 @@ impl WeightShard {
 
     /// Moves the shard in memory to a device, perhaps for a while; in pinned memory if that is asked for.
     pub fn place(&mut self, device: tch::Device, pins: bool) -> Result<()> {
-        match &mut self.shard {
-            Some(Shard::Memory(shard)) if shard.device() != device => {
+        match &mut self.stored {
+            Some(Stored::Memory(shard)) if shard.device() != device => {
                 *shard = moved(shard, device, pins)?;
                 Ok(())
             }
@@ -183,8 +184,8 @@ impl WeightShard {
 
     /// Bytes of the copies on a device.
     pub fn bytes_on(&self, device: tch::Device) -> usize {
-        let shard = match &self.shard {
-            Some(Shard::Memory(shard)) => Some(shard),
+        let shard = match &self.stored {
+            Some(Stored::Memory(shard)) => Some(shard),
             _ => None,
         };
         let copies = [self.rounded.as_ref(), shard].into_iter().flatten();

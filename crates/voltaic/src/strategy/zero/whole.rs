@@ -1,4 +1,4 @@
-//! Whole tensors, such as gradients, from the ranks' parts, for optimizers that need whole parameters.
+//! Whole tensors, such as gradients, from the ranks' shards, for optimizers that need whole parameters.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tch::Tensor;
 
 use super::flat::narrow;
-use super::reducer::Reducer;
+use super::unit_set::UnitSet;
 use crate::distributed::{ProcessGroup, Work, collective_scope};
 use crate::error::Result;
 use crate::nn::Parameter;
@@ -16,60 +16,65 @@ use crate::optim::WholeParameters;
 /// Gathers one parameter at a time. One that a single rank has whole needs no communication.
 #[derive(Debug)]
 pub(super) struct Whole {
-    reducer: Arc<Mutex<Reducer>>,
-    /// Unit and index there, by the id of the slice.
+    set: Arc<Mutex<UnitSet>>,
+    /// Unit and index there, by the id of the sharded parameter.
     places: HashMap<u64, (usize, usize)>,
 }
 
 impl Whole {
-    /// Of all units of `reducer`, which is `locked` now.
-    pub fn of(reducer: &Arc<Mutex<Reducer>>, locked: &Reducer) -> Self {
+    /// Of all units of `set`, which is `locked` now.
+    pub fn of(set: &Arc<Mutex<UnitSet>>, locked: &UnitSet) -> Self {
         let mut places = HashMap::new();
         for (number, unit) in locked.units.iter().enumerate() {
-            places.extend(unit.slices.iter().enumerate().map(|(index, slice)| (slice.id(), (number, index))));
+            places.extend(
+                unit.sharded_params
+                    .iter()
+                    .enumerate()
+                    .map(|(index, sharded)| (sharded.id(), (number, index))),
+            );
         }
-        Self { reducer: reducer.clone(), places }
+        Self { set: set.clone(), places }
     }
 
-    fn reducer(&self) -> MutexGuard<'_, Reducer> {
-        self.reducer.lock().unwrap_or_else(PoisonError::into_inner)
+    fn set(&self) -> MutexGuard<'_, UnitSet> {
+        self.set.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn place_of(&self, slice: &Parameter) -> Option<(usize, usize)> {
-        self.places.get(&slice.id()).copied()
+    fn place_of(&self, sharded: &Parameter) -> Option<(usize, usize)> {
+        self.places.get(&sharded.id()).copied()
     }
 }
 
 impl WholeParameters for Whole {
-    fn shape(&self, part: &Parameter) -> Option<Vec<i64>> {
-        let (unit, index) = self.place_of(part)?;
-        Some(self.reducer().units[unit].layout.places[index].shape.clone())
+    fn shape(&self, shard: &Parameter) -> Option<Vec<i64>> {
+        let (unit, index) = self.place_of(shard)?;
+        Some(self.set().units[unit].layout.places[index].shape.clone())
     }
 
-    fn unit(&self, part: &Parameter) -> usize {
-        self.place_of(part).map_or(0, |(unit, _)| unit)
+    fn unit(&self, shard: &Parameter) -> usize {
+        self.place_of(shard).map_or(0, |(unit, _)| unit)
     }
 
-    fn claim(&self, part: &Parameter) {
-        if let Some((unit, index)) = self.place_of(part) {
-            self.reducer().units[unit].claim(index);
+    fn claim(&self, shard: &Parameter) {
+        if let Some((unit, index)) = self.place_of(shard) {
+            self.set().units[unit].claim(index);
         }
     }
 
-    fn rounded(&self, part: &Parameter) -> Option<Tensor> {
-        let (unit, index) = self.place_of(part)?;
-        let rounded = self.reducer().units[unit].rounded_slice(index);
+    fn rounded(&self, shard: &Parameter) -> Option<Tensor> {
+        let (unit, index) = self.place_of(shard)?;
+        let rounded = self.set().units[unit].rounded_param_shard(index);
         rounded.unwrap_or_default() // without, the unit rounds by itself
     }
 
-    fn has_master(&self, part: &Parameter) -> bool {
-        self.place_of(part).is_some_and(|(unit, _)| self.reducer().units[unit].wants_master)
+    fn has_master(&self, shard: &Parameter) -> bool {
+        self.place_of(shard).is_some_and(|(unit, _)| self.set().units[unit].wants_master)
     }
 
-    fn gather(&self, part: &Parameter, values: &Tensor) -> Result<Option<Tensor>> {
-        let Some((unit, index)) = self.place_of(part) else { return Ok(Some(values.shallow_clone())) };
-        let reducer = self.reducer();
-        let unit = &reducer.units[unit];
+    fn gather(&self, shard: &Parameter, values: &Tensor) -> Result<Option<Tensor>> {
+        let Some((unit, index)) = self.place_of(shard) else { return Ok(Some(values.shallow_clone())) };
+        let set = self.set();
+        let unit = &set.units[unit];
         let place = &unit.layout.places[index];
         let _no_grad = tch::no_grad_guard();
         let _named = collective_scope(format!("update of {}", place.fqn));
@@ -77,18 +82,18 @@ impl WholeParameters for Whole {
             (0..unit.layout.ranks).map(|rank| unit.layout.range(place, rank)).collect();
         let num_holders = ranges.iter().filter(|range| !range.is_empty()).count();
         let values = values.f_to_device(unit.layout.device)?;
-        let all = match reducer.group() {
-            Some(group) if num_holders > 1 => from_parts(group, &ranges, &values)?,
+        let all = match set.group() {
+            Some(group) if num_holders > 1 => from_shards(group, &ranges, &values)?,
             _ => values,
         };
         if unit.range(index).is_empty() { Ok(None) } else { place.shaped(&all).map(Some) }
     }
 
-    fn part_of(&self, part: &Parameter, whole: &Tensor) -> Result<Tensor> {
-        match self.place_of(part) {
+    fn shard_of(&self, shard: &Parameter, whole: &Tensor) -> Result<Tensor> {
+        match self.place_of(shard) {
             Some((unit, index)) => {
-                let unit = &self.reducer().units[unit];
-                Ok(unit.slice_of(index, whole)?.f_to_device(unit.layout.storage)?)
+                let unit = &self.set().units[unit];
+                Ok(unit.param_shard_of(index, whole)?.f_to_device(unit.layout.storage)?)
             }
             None => Ok(whole.shallow_clone()),
         }
@@ -99,7 +104,7 @@ impl WholeParameters for Whole {
 ///
 /// # Collective
 /// All ranks must call it.
-pub(super) fn from_parts(group: &ProcessGroup, ranges: &[Range<usize>], own: &Tensor) -> Result<Tensor> {
+pub(super) fn from_shards(group: &ProcessGroup, ranges: &[Range<usize>], own: &Tensor) -> Result<Tensor> {
     let longest = ranges.iter().map(Range::len).max().unwrap_or(0);
     let numel = ranges.iter().map(Range::len).sum::<usize>();
     let options = (own.kind(), own.device());
@@ -107,19 +112,19 @@ pub(super) fn from_parts(group: &ProcessGroup, ranges: &[Range<usize>], own: &Te
         let mut padded = Tensor::f_zeros([longest as i64], options)?;
         narrow(&padded, 0..ranges[group.rank()].len())?.f_copy_(own)?;
         padded = group.all_gather(&padded)?;
-        let parts = ranges.iter().enumerate().filter(|(_, range)| !range.is_empty());
-        let parts = parts.map(|(rank, range)| narrow(&padded.f_get(rank as i64)?, 0..range.len()));
-        return Ok(Tensor::f_cat(&parts.collect::<Result<Vec<_>>>()?, 0)?);
+        let shards = ranges.iter().enumerate().filter(|(_, range)| !range.is_empty());
+        let shards = shards.map(|(rank, range)| narrow(&padded.f_get(rank as i64)?, 0..range.len()));
+        return Ok(Tensor::f_cat(&shards.collect::<Result<Vec<_>>>()?, 0)?);
     }
-    // few ranks have elements: a part for every rank would take much more memory than the parameter
+    // few ranks have elements: a shard for every rank would take much more memory than the parameter
     let whole = Tensor::f_empty([numel as i64], options)?;
     let mut works = Vec::new();
     for (rank, range) in ranges.iter().enumerate().filter(|(_, range)| !range.is_empty()) {
-        let part = narrow(&whole, range.clone())?;
+        let shard = narrow(&whole, range.clone())?;
         if rank == group.rank() {
-            part.shallow_clone().f_copy_(own)?;
+            shard.shallow_clone().f_copy_(own)?;
         }
-        works.push(group.start_broadcast(&part, rank)?);
+        works.push(group.start_broadcast(&shard, rank)?);
     }
     works.into_iter().try_for_each(Work::wait)?;
     Ok(whole)

@@ -19,7 +19,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// modes and gradients are afterwards as they were.
     ///
     /// # Collective
-    /// All ranks must call it: weights may be divided among them.
+    /// All ranks must call it: weights may be sharded over them.
     pub(crate) fn run_example(&mut self) -> Result<()> {
         self.run.facts.example_sizes = None;
         let rng = rng::states(self.plan.device)?;

@@ -124,6 +124,7 @@ impl<M: LightningModule> Session<'_, M> {
         let action = self.profile(actions::TRAINING_BATCH)?;
         let is_automatic = self.module.automatic_optimization();
         self.run.engine.strategy.begin_forward(self.module, window.opens)?;
+        // ZeRO-3 unshards weights in hooks of the modules that this calls, forward and backward (`strategy/zero/access.rs`)
         let forward_backward = |session: &mut Self, batch: &M::Batch| {
             let loss = session.step(Step::Training, batch, facts, M::training_step)?;
             if is_automatic { session.backward(loss, window, facts) } else { Ok(loss) }

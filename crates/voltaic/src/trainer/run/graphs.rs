@@ -140,7 +140,7 @@ impl<M: LightningModule> Session<'_, M> {
         false
     }
 
-    /// Which parameters are trained, and which have gradients if the step adds to them: hooks may freeze parameters and thaw them,
+    /// Which parameters are trained, and which have gradients if the step adds to them: hooks may freeze and unfreeze parameters,
     /// and batches before this one may have left some of them out.
     fn params_hash(&self, opens_window: bool) -> u64 {
         let mut hash = NumberHash::new();

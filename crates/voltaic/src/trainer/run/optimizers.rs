@@ -79,7 +79,7 @@ impl<M: LightningModule> Session<'_, M> {
             Interval::Step => progress.batch_idx + u64::from(!watch_metric),
             Interval::Epoch => progress.current_epoch + 1,
         };
-        // which may log the metric
+        // a validation that is still to come may log the metric
         let awaits_validation = self.run.facts.num_eval_batches > 0 && progress.validation_batches.is_empty();
         for ActiveLrScheduler { optimizer, configured } in &mut self.training.schedulers {
             let is_due = configured.interval == interval
@@ -121,7 +121,7 @@ impl<M: LightningModule> Session<'_, M> {
     }
 }
 
-/// An error of the schedule itself stays what it is.
+/// An error of voltaic's stays what it is; one of the module's names the hook.
 fn own_error(source: anyhow::Error, progress: &crate::module::Progress) -> crate::Error {
     source
         .downcast::<crate::Error>()

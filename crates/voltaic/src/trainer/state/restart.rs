@@ -75,7 +75,7 @@ impl Run {
 
     /// Where rank 0 leaves its note if it would be lost in the store.
     fn note_file(&self) -> Option<PathBuf> {
-        let run = self.world().forgetful_run()?;
+        let run = self.world().hosted_elastic_run()?;
         let run: String = run.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
         let name = format!(".{LAST_CHECKPOINT}.{run}.{}", self.fits);
         Some(self.facts.default_root_dir.join(name))

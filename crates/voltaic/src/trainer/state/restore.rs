@@ -124,7 +124,7 @@ pub(crate) fn restore_weights<M: LightningModule>(
             restored.map_err(|error| of_other_module(error, session, loaded, path))?;
         }
         let taken = use_master_weights(&mut loaded.checkpoint, &|fqn| full.contains(fqn))?;
-        tell_of_masters(taken, path);
+        log_master_weights(taken, path);
         let weights = loaded.checkpoint.weights.iter().map(|(name, tensor)| (name.as_str(), tensor));
         let given: HashMap<&str, &Tensor> = weights.collect();
         let shapes: Vec<_> = given.iter().map(|(name, tensor)| (*name, tensor.size())).chain(own).collect();
@@ -183,7 +183,7 @@ pub(crate) fn restore_weights<M: LightningModule>(
         failures.note(fill())
     });
     if session.run.world().is_global_zero() {
-        tell_of_masters(masters.len(), path);
+        log_master_weights(masters.len(), path);
     }
     let done = read.map_err(|error| of_other_module(error, session, loaded, path));
     agreed(session.run.world(), "read", path, done.and_then(|keys| failures.end().map(|()| keys)))
@@ -233,7 +233,7 @@ fn left_out<M: LightningModule>(
     Ok(frozen)
 }
 
-fn tell_of_masters(taken: usize, path: &Path) {
+fn log_master_weights(taken: usize, path: &Path) {
     if taken > 0 {
         tracing::info!(
             "{} is of a run in 16 bits: its float32 master weights are the weights of this run",
@@ -341,7 +341,7 @@ pub(crate) fn restore_training<M: LightningModule>(
         active.configured.scheduler.load_state_dict(saved)?;
     }
     if session.run.world().is_global_zero() {
-        say_whose_settings_count(&configured, &hyper_parameters(session));
+        log_other_settings(&configured, &hyper_parameters(session));
     }
     // of a loop of the user's own, whose step is done
     let are_used = session.module.automatic_optimization()
@@ -417,7 +417,7 @@ fn hyper_parameters<M: LightningModule>(session: &Session<M>) -> Vec<Map<String,
 }
 
 /// Warns of hyper-parameters that this run was given and that the checkpoint has replaced.
-fn say_whose_settings_count(configured: &[Map<String, Value>], restored: &[Map<String, Value>]) {
+fn log_other_settings(configured: &[Map<String, Value>], restored: &[Map<String, Value>]) {
     let differing = |(own, saved): (&Map<String, Value>, &Map<String, Value>)| {
         let changed = saved.iter().filter(|(name, value)| own.get(*name) != Some(*value));
         let texts = changed.map(|(name, value)| {

@@ -1,4 +1,4 @@
-//! The order in which a rank has gathered units, for comparison between ranks: with different orders, weights of the same size would
+//! A digest of the order in which a rank has gathered units, which ranks compare: with different orders, weights of the same size would
 //! be mixed up without an error.
 
 use std::collections::VecDeque;
@@ -6,19 +6,19 @@ use std::collections::VecDeque;
 /// The number of gathers that are kept to report where ranks differ.
 const REMEMBERED: usize = 4096;
 
-/// Numbers of [`Gathered::numbers`].
+/// Numbers of [`OrderDigest::numbers`].
 pub(super) const NUMBERS: usize = 3;
 
 /// What a rank has gathered since ranks last compared.
 #[derive(Debug, Default)]
-pub(super) struct Gathered {
+pub(super) struct OrderDigest {
     hash: u64,
     count: u64,
     /// The last units.
     last: VecDeque<usize>,
 }
 
-impl Gathered {
+impl OrderDigest {
     /// Notes that a unit is gathered.
     pub fn note(&mut self, unit: usize) {
         // splitmix64
@@ -67,10 +67,10 @@ pub(super) fn first_difference(all: &[(u64, Vec<usize>)]) -> Option<(usize, Opti
 mod tests {
     use super::*;
 
-    fn of(units: impl IntoIterator<Item = usize>) -> Gathered {
-        let mut gathered = Gathered::default();
-        units.into_iter().for_each(|unit| gathered.note(unit));
-        gathered
+    fn of(units: impl IntoIterator<Item = usize>) -> OrderDigest {
+        let mut digest = OrderDigest::default();
+        units.into_iter().for_each(|unit| digest.note(unit));
+        digest
     }
 
     #[test]

@@ -1,7 +1,8 @@
-//! Takes gradients to the ranks that step with them, unit by unit, while backward computes the next ones.
+//! The units of a rank, and their gradients on the way to the ranks that step with them, unit by unit, while backward computes the next
+//! ones. `prefetch` and `update` have what the set does with weights and with files.
 //!
 //! A hook of each parameter tells when its gradient is complete. When a unit's are, they are written into one tensor, each
-//! divided by the number of ranks, which are then added up part by part, in the order of the ranks: the arithmetic of data-parallel
+//! divided by the number of ranks, which are then added up shard by shard, in the order of the ranks: the arithmetic of data-parallel
 //! training. Units leave in their order on all ranks, whatever order hooks run in.
 
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -12,12 +13,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tch::{Kind, Tensor};
 
 use super::config::{ZeroConfig, ZeroStage};
-use super::gathered::{Gathered, NUMBERS, first_difference};
-use super::gathered_storage::Tally;
 use super::order::Order;
+use super::order_digest::{NUMBERS, OrderDigest, first_difference};
 use super::report::Peaks;
 use super::swapper::Files;
 use super::unit::{NO_OPTIMIZER, Unit};
+use super::unsharded_storage::Tally;
 use super::weight_shard::Moved;
 use crate::checkpoint::parameter_of;
 use crate::distributed::{ProcessGroup, ReduceOp, Work, collective_scope};
@@ -27,7 +28,7 @@ use crate::ffi::GradHook;
 use crate::optim::OffloadStates;
 use crate::strategy::votes::Votes;
 
-/// Most units on their way where gradients do not stay whole: the memory of a third one would be needed.
+/// Most units on their way where gradients do not stay unsharded: the memory of a third one would be needed.
 const MAX_SENT: usize = 2;
 
 /// A unit's gradients on their way.
@@ -37,12 +38,12 @@ struct Sent {
     work: Option<Work>,
     /// Left alone until they have arrived.
     given: Tensor,
-    part: Tensor,
+    shard: Tensor,
 }
 
-/// What hooks of gradients, the strategy and its optimizers share.
+/// All units of a rank, which hooks, the strategy and its optimizers share.
 #[derive(Debug)]
-pub(super) struct Reducer {
+pub(super) struct UnitSet {
     pub config: ZeroConfig,
     /// The other ranks, if there are some.
     pub peers: Option<Arc<ProcessGroup>>,
@@ -68,14 +69,14 @@ pub(super) struct Reducer {
     /// In which order units are needed.
     pub order: Order,
     /// What has been gathered since ranks last compared.
-    pub gathered: Gathered,
+    pub order_digest: OrderDigest,
     /// What units have in memory.
     pub tally: Arc<Tally>,
     /// The places of parameters: unit and index, by id and by fqn.
     by_id: HashMap<u64, (usize, usize)>,
     by_fqn: HashMap<String, (usize, usize)>,
     /// Bytes of gradients of this backward pass that are complete and not on their way yet.
-    whole_grads: usize,
+    unsharded_grads: usize,
     /// The most elements of weights that come and go that were in memory at once.
     pub max_live: usize,
     /// What the rank has held.
@@ -86,7 +87,7 @@ pub(super) struct Reducer {
     pub files: Files,
 }
 
-impl Reducer {
+impl UnitSet {
     /// Whether all weights together fit on the devices of all ranks.
     ///
     /// # Collective
@@ -143,8 +144,8 @@ impl Reducer {
             votes: None,
             failure: None,
             order: Order::default(),
-            gathered: Gathered::default(),
-            whole_grads: 0,
+            order_digest: OrderDigest::default(),
+            unsharded_grads: 0,
             max_live: 0,
             peaks: Peaks::default(),
         }
@@ -169,7 +170,7 @@ impl Reducer {
             return;
         }
         self.own_backward = None; // what there is already travels, too
-        (self.num_sent, self.whole_grads) = (0, 0);
+        (self.num_sent, self.unsharded_grads) = (0, 0);
         // a leaf module waits for the end of its backward pass, too
         let num_awaited =
             |unit: &Unit| unit.trained().filter(|trained| *trained).count() + usize::from(unit.is_leaf);
@@ -196,7 +197,7 @@ impl Reducer {
             return Err(late_gradient(&self.units[unit], index));
         }
         self.waiting[unit] -= 1;
-        self.whole_grads += bytes_of(&self.units[unit].layout.places[index].parameter.grad());
+        self.unsharded_grads += bytes_of(&self.units[unit].layout.places[index].parameter.grad());
         self.note_gradients();
         if self.waiting[unit] == 0 && self.units[unit].trained().all(|trained| trained) {
             self.units[unit].end_backward()?; // all that used the weights have had their turn
@@ -249,45 +250,45 @@ impl Reducer {
         let _named = collective_scope(&self.names[index]);
         let ready = unit.leaves().zip(&self.is_ready[index]).filter(|(_, is_ready)| **is_ready);
         let sent: usize = ready.map(|(leaf, _)| bytes_of(&leaf.grad())).sum();
-        self.whole_grads = self.whole_grads.saturating_sub(sent);
+        self.unsharded_grads = self.unsharded_grads.saturating_sub(sent);
         let mut given = unit.take_grads(scale)?;
         if let Some(dtype) = self.config.communication_dtype.filter(|dtype| *dtype != given.kind()) {
             given = given.f_to_kind(dtype)?;
         }
-        let (work, part) = match self.peers.as_deref() {
-            Some(group) if unit.layout.part_len > 0 => {
-                let len = [unit.layout.part_len as i64];
-                let part = Tensor::f_empty(len, (given.kind(), given.device()))?;
-                (Some(group.start_reduce_scatter_into(&part, &given, ReduceOp::Sum)?), part)
+        let (work, shard) = match self.peers.as_deref() {
+            Some(group) if unit.layout.shard_len > 0 => {
+                let len = [unit.layout.shard_len as i64];
+                let shard = Tensor::f_empty(len, (given.kind(), given.device()))?;
+                (Some(group.start_reduce_scatter_into(&shard, &given, ReduceOp::Sum)?), shard)
             }
             _ => (None, given.shallow_clone()),
         };
         if work.is_some() {
-            self.gathered.note(self.units.len() + index);
+            self.order_digest.note(self.units.len() + index);
         }
-        self.sent.push_back(Sent { unit: index, work, given, part });
+        self.sent.push_back(Sent { unit: index, work, given, shard });
         self.num_sent += 1;
         Ok(())
     }
 
     fn receive_next(&mut self) -> Result<()> {
-        let Some(Sent { unit, work, part, .. }) = self.sent.pop_front() else { return Ok(()) };
+        let Some(Sent { unit, work, shard, .. }) = self.sent.pop_front() else { return Ok(()) };
         work.map_or(Ok(()), Work::wait)?;
         let scale = self.config.gradient_reduction.factors(self.ranks()).1;
-        let part = if scale == 1.0 { part } else { part.f_mul_scalar(scale)? };
+        let shard = if scale == 1.0 { shard } else { shard.f_mul_scalar(scale)? };
         let dtype = self.config.grad_accum_dtype.unwrap_or(self.units[unit].layout.kind);
-        self.files.add_grads(unit, &mut self.units[unit], part, dtype)?;
+        self.files.add_grads(unit, &mut self.units[unit], shard, dtype)?;
         self.note_gradients();
         Ok(())
     }
 
     fn note_gradients(&mut self) {
-        let stay_whole = self.config.stage == ZeroStage::One;
-        let both = self.units.iter().map(|unit| unit.grad_bytes(stay_whole));
-        let (parts, offloaded) = both.fold((0, 0), |all, unit| (all.0 + unit.0, all.1 + unit.1));
+        let stay_unsharded = self.config.stage == ZeroStage::One;
+        let both = self.units.iter().map(|unit| unit.grad_bytes(stay_unsharded));
+        let (shards, offloaded) = both.fold((0, 0), |all, unit| (all.0 + unit.0, all.1 + unit.1));
         let sent: usize = self.sent.iter().map(|sent| bytes_of(&sent.given)).sum();
-        // those of stage 1 are counted as whole
-        let bytes = if stay_whole { parts } else { parts + self.whole_grads + sent };
+        // those of stage 1 are counted as unsharded
+        let bytes = if stay_unsharded { shards } else { shards + self.unsharded_grads + sent };
         self.peaks.gradients = self.peaks.gradients.max(bytes);
         self.peaks.offloaded_gradients = self.peaks.offloaded_gradients.max(offloaded);
     }
@@ -310,7 +311,7 @@ impl Reducer {
         let _named = collective_scope("gradients that there are");
         let had =
             self.units.iter().flat_map(|unit| unit.had_grad.iter().map(|had| f32::from(u8::from(*had))));
-        let own = self.gathered.numbers();
+        let own = self.order_digest.numbers();
         let mut numbers: Vec<f32> = own.into_iter().chain(had).collect();
         if let Some(group) = &self.peers {
             let sums = Tensor::f_from_slice(&numbers)?;
@@ -337,8 +338,8 @@ impl Reducer {
     /// # Collective
     /// All ranks must call it.
     pub fn check_order(&mut self) -> Result<()> {
-        let own = self.gathered.numbers();
-        let Some(group) = self.group().filter(|_| self.units.iter().any(Unit::is_sharded)) else {
+        let own = self.order_digest.numbers();
+        let Some(group) = self.group().filter(|_| self.units.iter().any(Unit::shards_weights)) else {
             return Ok(());
         };
         let _named = collective_scope("order of weights");
@@ -352,8 +353,8 @@ impl Reducer {
     /// The same with this rank's digest and the sums of all.
     fn compare_orders(&mut self, own: [f32; NUMBERS], sums: &[f32]) -> Result<()> {
         let ranks = self.ranks() as f32;
-        let last = self.gathered.last();
-        self.gathered.clear();
+        let last = self.order_digest.last();
+        self.order_digest.clear();
         if own.iter().zip(sums).all(|(own, sum)| own * ranks == *sum) {
             return Ok(());
         }
@@ -374,15 +375,15 @@ impl Reducer {
                 )
             },
         );
-        let remedy = "let all ranks call the same modules in the same order, name the module whose parts they choose among in \
+        let remedy = "let all ranks call the same modules in the same order, name the module whose shards they choose among in \
             leaf_modules, or use zero2";
         Err(ConfigError::new("trainer.strategy", what, remedy).into())
     }
 
     /// The dtype of the sums that this rank keeps of its own gradients in a window, if it is another one than theirs.
     pub fn sums_dtype(&self, unit: usize) -> Option<Kind> {
-        let is_whole = self.config.stage == ZeroStage::One;
-        self.config.grad_accum_dtype.filter(|dtype| is_whole && *dtype != self.units[unit].layout.kind)
+        let is_unsharded = self.config.stage == ZeroStage::One;
+        self.config.grad_accum_dtype.filter(|dtype| is_unsharded && *dtype != self.units[unit].layout.kind)
     }
 
     /// After a backward pass whose gradients stay this rank's.
@@ -401,18 +402,18 @@ impl Reducer {
         self.votes = None;
     }
 
-    /// Copies into the parts what was written to weights by hand.
+    /// Copies into the shards what was written to weights by hand.
     pub fn take_changes(&mut self) -> Result<()> {
         self.units.iter_mut().try_for_each(Unit::take_changes)
     }
 
-    /// Before an optimizer's step: copies into the parts what was written to weights by hand, and reshards the weights that are not in
+    /// Before an optimizer's step: copies into the shards what was written to weights by hand, and reshards the weights that are not in
     /// use.
     pub fn begin_update(&mut self) -> Result<()> {
         self.take_changes()?;
         self.units.iter_mut().try_for_each(|unit| {
-            unit.wait_for_gather()?;
-            unit.release_after_step()?;
+            unit.wait_for_unshard()?;
+            unit.reshard_after_step()?;
             unit.begin_update()
         })
     }
@@ -423,7 +424,7 @@ impl Reducer {
         units.try_for_each(Unit::widen_grads)
     }
 
-    /// After an optimizer has updated these units: starts to give all ranks the weights of those that are whole, and stay so.
+    /// After an optimizer has updated these units: starts to give all ranks the weights of those that are unsharded, and stay so.
     ///
     /// # Collective
     /// All ranks must call it.
@@ -433,7 +434,7 @@ impl Reducer {
         let units = all.iter_mut().take(units.end).skip(units.start);
         for unit in units.filter(|unit| unit.optimizer == optimizer && unit.has_grads()) {
             unit.renew_after_step()?;
-            if !unit.is_released() {
+            if !unit.is_sharded() {
                 works.extend(unit.start_gather(peers.as_deref())?);
             }
         }
@@ -455,8 +456,8 @@ impl Reducer {
     pub fn offload_states(&mut self, optimizer: usize, states: &OffloadStates) -> Result<()> {
         self.take_changes()?;
         self.own_units(optimizer).try_for_each(|unit| {
-            unit.wait_for_gather()?;
-            unit.release_after_step()?;
+            unit.wait_for_unshard()?;
+            unit.reshard_after_step()?;
             unit.offload_states(states)
         })
     }
@@ -515,7 +516,7 @@ impl Reducer {
         units.into_iter().try_for_each(|unit| self.units[unit].make_master())
     }
 
-    /// The norms of all ranks' parts, as one tensor of a dtype that is the same on all ranks.
+    /// The norms of all ranks' shards, as one tensor of a dtype that is the same on all ranks.
     pub fn all_norms(&self, norm: &Tensor, kind: Kind) -> Result<Tensor> {
         let norm = norm.f_to_kind(kind)?.f_reshape([1_i64])?;
         match &self.peers {
@@ -545,16 +546,16 @@ fn repeated_gradient(unit: &Unit, index: usize) -> Error {
 
 /// Lets the gradients of these leaves, given by unit and index, be known when they are there, as long as the hooks live.
 pub(super) fn hook_leaves(
-    reducer: &Arc<Mutex<Reducer>>,
+    set: &Arc<Mutex<UnitSet>>,
     leaves: Vec<(usize, usize, Tensor)>,
 ) -> Result<Vec<GradHook>> {
     let hook = |(unit, index, leaf): (usize, usize, Tensor)| {
-        let shared = reducer.clone();
+        let shared = set.clone();
         let hook = GradHook::register(&leaf, move || {
-            let mut reducer = shared.lock().unwrap_or_else(PoisonError::into_inner);
-            reducer.ready(unit, index).map_err(|error| {
-                reducer.is_active = false;
-                reducer.fail(error, "gradients could not be averaged")
+            let mut set = shared.lock().unwrap_or_else(PoisonError::into_inner);
+            set.ready(unit, index).map_err(|error| {
+                set.is_active = false;
+                set.fail(error, "gradients could not be averaged")
             })
         });
         Ok(hook?)

@@ -11,7 +11,7 @@ use crate::ffi::ReleasableStorage;
 
 /// The storage of a unit's unsharded weights, which has memory only while they are used.
 #[derive(Debug)]
-pub(super) struct GatheredStorage {
+pub(super) struct UnshardedStorage {
     storage: ReleasableStorage,
     /// Uses of the weights in progress, such as calls of modules.
     pub pins: usize,
@@ -28,7 +28,7 @@ pub(super) struct GatheredStorage {
     tally: Arc<Tally>,
 }
 
-impl GatheredStorage {
+impl UnshardedStorage {
     /// The storage of a flat tensor, whose values are in memory.
     pub fn of(flat: &Tensor, len: usize) -> Self {
         Self {
@@ -77,7 +77,7 @@ impl GatheredStorage {
         Ok(())
     }
 
-    /// Tries to allocate the memory, without values, until [`GatheredStorage::release_reserved`]. Returns false if there is not enough.
+    /// Tries to allocate the memory, without values, until [`UnshardedStorage::release_reserved`]. Returns false if there is not enough.
     pub fn try_reserve(&mut self) -> Result<bool> {
         if !self.is_released() {
             return Ok(true);
@@ -92,7 +92,7 @@ impl GatheredStorage {
         }
     }
 
-    /// Frees the memory of [`GatheredStorage::try_reserve`].
+    /// Frees the memory of [`UnshardedStorage::try_reserve`].
     pub fn release_reserved(&mut self) -> Result<()> {
         if std::mem::take(&mut self.is_only_reserved) { self.release() } else { Ok(()) }
     }
