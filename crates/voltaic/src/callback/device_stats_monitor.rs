@@ -7,7 +7,7 @@ use super::cpu_stats::CpuStats;
 use crate::device::Device;
 use crate::lightning::Callback;
 use crate::logger::DEVICE_STATS;
-use crate::module::HookContext;
+use crate::module::{Hook, HookContext};
 use crate::nn::Module;
 
 /// What [`DeviceStatsMonitor`] logs.
@@ -95,60 +95,17 @@ impl Callback for DeviceStatsMonitor {
         true
     }
 
-    fn on_fit_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.start(ctx);
-        Ok(())
-    }
-
-    fn on_validation_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.start(ctx);
-        Ok(())
-    }
-
-    fn on_test_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.start(ctx);
-        Ok(())
-    }
-
-    fn on_train_batch_start(
-        &mut self,
-        ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        self.log("on_train_batch_start", ctx);
-        Ok(())
-    }
-
-    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.log("on_train_batch_end", ctx);
-        Ok(())
-    }
-
-    fn on_validation_batch_start(
-        &mut self,
-        ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        self.log("on_validation_batch_start", ctx);
-        Ok(())
-    }
-
-    fn on_validation_batch_end(
-        &mut self,
-        ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        self.log("on_validation_batch_end", ctx);
-        Ok(())
-    }
-
-    fn on_test_batch_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.log("on_test_batch_start", ctx);
-        Ok(())
-    }
-
-    fn on_test_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.log("on_test_batch_end", ctx);
+    fn on_hook(&mut self, hook: Hook, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        match hook {
+            Hook::OnFitStart | Hook::OnValidationStart | Hook::OnTestStart => self.start(ctx),
+            Hook::OnTrainBatchStart
+            | Hook::OnTrainBatchEnd
+            | Hook::OnValidationBatchStart
+            | Hook::OnValidationBatchEnd
+            | Hook::OnTestBatchStart
+            | Hook::OnTestBatchEnd => self.log(hook.name(), ctx),
+            _ => {}
+        }
         Ok(())
     }
 }

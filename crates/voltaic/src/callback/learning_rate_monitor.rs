@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::lightning::Callback;
-use crate::module::HookContext;
+use crate::module::{Hook, HookContext};
 use crate::nn::Module;
 use crate::optim::{Interval, Optimizer};
 
@@ -89,6 +89,14 @@ impl LearningRateMonitor {
         values
     }
 
+    fn begin(&mut self, ctx: &HookContext) {
+        let classes: Vec<&str> = ctx.optimizers().iter().map(|optimizer| optimizer.name()).collect();
+        let schedules = ctx.lr_schedulers().iter();
+        let schedules = schedules
+            .map(|active| (active.optimizer, active.configured.name.clone(), active.configured.interval));
+        self.optimizers = names(&classes, &schedules.collect::<Vec<_>>());
+    }
+
     fn log(&self, ctx: &mut HookContext, interval: Option<Interval>) {
         let values = self.values(ctx.optimizers(), interval);
         for (name, value) in &values {
@@ -106,42 +114,19 @@ impl Callback for LearningRateMonitor {
         true
     }
 
-    fn on_train_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        let classes: Vec<&str> = ctx.optimizers().iter().map(|optimizer| optimizer.name()).collect();
-        let schedules: Vec<_> = ctx
-            .lr_schedulers()
-            .iter()
-            .map(|active| (active.optimizer, active.configured.name.clone(), active.configured.interval))
-            .collect();
-        self.optimizers = names(&classes, &schedules);
-        Ok(())
-    }
-
-    fn on_train_epoch_start(
-        &mut self,
-        ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        match self.config.logging_interval {
-            Some(Interval::Step) => {}
-            Some(Interval::Epoch) => self.log(ctx, None),
-            None => self.log(ctx, Some(Interval::Epoch)),
-        }
-        Ok(())
-    }
-
-    fn on_train_batch_start(
-        &mut self,
-        ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        if ctx.log_step().is_none() {
-            return Ok(());
-        }
-        match self.config.logging_interval {
-            Some(Interval::Epoch) => {}
-            Some(Interval::Step) => self.log(ctx, None),
-            None => self.log(ctx, Some(Interval::Step)),
+    fn on_hook(&mut self, hook: Hook, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        let own = self.config.logging_interval;
+        let interval = match hook {
+            Hook::OnTrainStart => {
+                self.begin(ctx);
+                return Ok(());
+            }
+            Hook::OnTrainEpochStart => Interval::Epoch,
+            Hook::OnTrainBatchStart if ctx.log_step().is_some() => Interval::Step,
+            _ => return Ok(()),
+        };
+        if own.is_none_or(|own| own == interval) {
+            self.log(ctx, own.is_none().then_some(interval));
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::write_stderr;
 use crate::lightning::Callback;
-use crate::module::HookContext;
+use crate::module::{Hook, HookContext};
 use crate::nn::Module;
 
 /// [`ProgressBar`] by name. It has no settings: those of Lightning's bars are about how often and in which colours they are drawn.
@@ -105,15 +105,18 @@ impl Default for ProgressBar {
 }
 
 impl ProgressBar {
+    fn begin_train(&mut self, ctx: &HookContext) {
+        let title = match ctx.facts().max_epochs {
+            Some(max) => format!("Epoch {}/{}", ctx.current_epoch(), max.saturating_sub(1)),
+            None => format!("Epoch {}", ctx.current_epoch()),
+        };
+        let done = ctx.progress().batch_idx as usize;
+        self.train = Some(Bar::new(title, done, ctx.facts().num_training_batches, self.terminal.as_ref()));
+    }
+
     fn begin_eval(&mut self, title: &str, ctx: &HookContext) {
         let title = if ctx.is_sanity_check() { "Sanity checking" } else { title };
         self.eval = Some(Bar::new(title.to_owned(), 0, ctx.facts().num_eval_batches, self.terminal.as_ref()));
-    }
-
-    fn advance_eval(&mut self, ctx: &HookContext) {
-        if let Some(bar) = &mut self.eval {
-            bar.advance(ctx);
-        }
     }
 
     /// Validation inside fit leaves no trace; a run of its own shows its last state.
@@ -144,96 +147,32 @@ fn short(value: f64) -> String {
 }
 
 impl Callback for ProgressBar {
-    fn on_train_epoch_start(
-        &mut self,
-        ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        let title = match ctx.facts().max_epochs {
-            Some(max) => format!("Epoch {}/{}", ctx.current_epoch(), max.saturating_sub(1)),
-            None => format!("Epoch {}", ctx.current_epoch()),
-        };
-        let done = ctx.progress().batch_idx as usize;
-        self.train = Some(Bar::new(title, done, ctx.facts().num_training_batches, self.terminal.as_ref()));
-        Ok(())
-    }
-
-    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        if let Some(bar) = &mut self.train {
-            bar.advance(ctx);
-        }
-        Ok(())
-    }
-
-    fn on_train_epoch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        if let Some(bar) = self.train.take() {
-            bar.show(ctx);
-            if let Some(drawn) = &bar.drawn {
-                drawn.abandon();
+    fn on_hook(&mut self, hook: Hook, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        match hook {
+            Hook::OnTrainEpochStart => self.begin_train(ctx),
+            Hook::OnTrainBatchEnd => self.train.iter_mut().for_each(|bar| bar.advance(ctx)),
+            Hook::OnTrainEpochEnd => {
+                if let Some(bar) = self.train.take() {
+                    bar.show(ctx);
+                    bar.drawn.iter().for_each(indicatif::ProgressBar::abandon);
+                }
             }
+            Hook::OnValidationStart => self.begin_eval("Validation", ctx),
+            Hook::OnTestStart => self.begin_eval("Testing", ctx),
+            Hook::OnPredictStart => self.begin_eval("Predicting", ctx),
+            Hook::OnValidationBatchEnd | Hook::OnTestBatchEnd | Hook::OnPredictBatchEnd => {
+                self.eval.iter_mut().for_each(|bar| bar.advance(ctx));
+            }
+            Hook::OnValidationEnd | Hook::OnTestEnd | Hook::OnPredictEnd => self.end_eval(ctx),
+            _ => {}
         }
         Ok(())
     }
 
     fn on_exception(&mut self, _ctx: &mut HookContext, _error: &crate::Error) {
         for bar in [self.eval.take(), self.train.take()].into_iter().flatten() {
-            if let Some(drawn) = bar.drawn {
-                drawn.abandon();
-            }
+            bar.drawn.iter().for_each(indicatif::ProgressBar::abandon);
         }
-    }
-
-    fn on_validation_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.begin_eval("Validation", ctx);
-        Ok(())
-    }
-
-    fn on_validation_batch_end(
-        &mut self,
-        ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        self.advance_eval(ctx);
-        Ok(())
-    }
-
-    fn on_validation_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.end_eval(ctx);
-        Ok(())
-    }
-
-    fn on_test_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.begin_eval("Testing", ctx);
-        Ok(())
-    }
-
-    fn on_test_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.advance_eval(ctx);
-        Ok(())
-    }
-
-    fn on_test_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.end_eval(ctx);
-        Ok(())
-    }
-
-    fn on_predict_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.begin_eval("Predicting", ctx);
-        Ok(())
-    }
-
-    fn on_predict_batch_end(
-        &mut self,
-        ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        self.advance_eval(ctx);
-        Ok(())
-    }
-
-    fn on_predict_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.end_eval(ctx);
-        Ok(())
     }
 }
 

@@ -5,14 +5,15 @@ use std::time::{Duration, Instant};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use voltaic_macros::Defaults;
 
 use crate::error::ConfigError;
 use crate::lightning::Callback;
-use crate::module::HookContext;
+use crate::module::{Hook, HookContext};
 use crate::nn::Module;
 
 /// What [`ThroughputMonitor`] counts.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Defaults, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ThroughputMonitorConfig {
     /// Samples of a training batch; those of the data loader unless set.
@@ -26,22 +27,11 @@ pub struct ThroughputMonitorConfig {
     pub available_flops: Option<f64>,
     /// Batches that a rate is measured over; there is none before so many are done.
     #[schemars(range(min = 2))]
+    #[default(100)]
     pub window_size: usize,
     /// What stands between the parts of a name.
+    #[default("/".to_owned())]
     pub separator: String,
-}
-
-impl Default for ThroughputMonitorConfig {
-    fn default() -> Self {
-        Self {
-            batch_size: None,
-            length: None,
-            flops_per_batch: None,
-            available_flops: None,
-            window_size: 100,
-            separator: "/".to_owned(),
-        }
-    }
 }
 
 /// Gives the loggers, with each of their rows of training, `train/time` (seconds of training without validation),
@@ -168,6 +158,34 @@ impl ThroughputMonitor {
         ctx.log_metrics(self.row(stage, counter, num_ranks), step);
     }
 
+    fn begin_train(&mut self, ctx: &HookContext) -> anyhow::Result<()> {
+        let has_size = self.config.batch_size.is_some() || ctx.facts().train_batch_size.is_some();
+        anyhow::ensure!(
+            has_size || self.config.length.is_none(),
+            "items cannot be counted, since the loader does not tell its batch size; set ThroughputMonitor.batch_size"
+        );
+        let counted = ctx.facts().flops.as_ref().map(|flops| flops.total as f64);
+        self.flops = self.config.flops_per_batch.or(counted);
+        anyhow::ensure!(
+            self.flops.is_some() || self.config.available_flops.is_none(),
+            "ThroughputMonitor.available_flops is set, but not how many operations a batch takes; set flops_per_batch, or add \
+             ModelSummary with flops=true"
+        );
+        self.training = Counter::start();
+        Ok(())
+    }
+
+    fn count_training(&mut self, ctx: &mut HookContext) {
+        let known = ctx.batch_size().or(ctx.facts().train_batch_size);
+        let batch_size = self.config.batch_size.or(known.map(|size| size as u64));
+        let seconds = self.training.elapsed();
+        self.training.count(seconds, batch_size, self.config.window_size);
+        // a row a step: at the batch that ends its accumulation window
+        if let Some(step) = ctx.log_step().filter(|step| ctx.progress().batches_that_stepped > *step) {
+            self.log(TRAIN, &self.training, ctx, step);
+        }
+    }
+
     fn count_evaluation(&mut self, ctx: &HookContext) {
         if !ctx.is_sanity_check() {
             let seconds = self.evaluation.elapsed();
@@ -192,90 +210,24 @@ impl Callback for ThroughputMonitor {
         true
     }
 
-    fn on_train_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        let has_size = self.config.batch_size.is_some() || ctx.facts().train_batch_size.is_some();
-        anyhow::ensure!(
-            has_size || self.config.length.is_none(),
-            "items cannot be counted, since the loader does not tell its batch size; set ThroughputMonitor.batch_size"
-        );
-        let counted = ctx.facts().flops.as_ref().map(|flops| flops.total as f64);
-        self.flops = self.config.flops_per_batch.or(counted);
-        anyhow::ensure!(
-            self.flops.is_some() || self.config.available_flops.is_none(),
-            "ThroughputMonitor.available_flops is set, but not how many operations a batch takes; set flops_per_batch, or add \
-             ModelSummary with flops=true"
-        );
-        self.training = Counter::start();
-        Ok(())
-    }
-
-    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        let known = ctx.batch_size().or(ctx.facts().train_batch_size);
-        let batch_size = self.config.batch_size.or(known.map(|size| size as u64));
-        let seconds = self.training.elapsed();
-        self.training.count(seconds, batch_size, self.config.window_size);
-        // a row a step: at the batch that ends its accumulation window
-        if let Some(step) = ctx.log_step().filter(|step| ctx.progress().batches_that_stepped > *step) {
-            self.log(TRAIN, &self.training, ctx, step);
+    fn on_hook(&mut self, hook: Hook, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        match hook {
+            Hook::OnTrainStart => return self.begin_train(ctx),
+            Hook::OnTrainBatchEnd => self.count_training(ctx),
+            Hook::OnValidationStart | Hook::OnTestStart | Hook::OnPredictStart => {
+                self.evaluation = Counter::start();
+            }
+            Hook::OnValidationBatchEnd | Hook::OnTestBatchEnd | Hook::OnPredictBatchEnd => {
+                self.count_evaluation(ctx);
+            }
+            Hook::OnValidationEnd => {
+                self.end_evaluation("validate", ctx);
+                self.training.paused += self.evaluation.started.map(|at| at.elapsed()).unwrap_or_default();
+            }
+            Hook::OnTestEnd => self.end_evaluation("test", ctx),
+            Hook::OnPredictEnd => self.end_evaluation("predict", ctx),
+            _ => {}
         }
-        Ok(())
-    }
-
-    fn on_validation_start(
-        &mut self,
-        _ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        self.evaluation = Counter::start();
-        Ok(())
-    }
-
-    fn on_validation_batch_end(
-        &mut self,
-        ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        self.count_evaluation(ctx);
-        Ok(())
-    }
-
-    fn on_validation_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.end_evaluation("validate", ctx);
-        self.training.paused += self.evaluation.started.map(|at| at.elapsed()).unwrap_or_default();
-        Ok(())
-    }
-
-    fn on_test_start(&mut self, _ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.evaluation = Counter::start();
-        Ok(())
-    }
-
-    fn on_test_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.count_evaluation(ctx);
-        Ok(())
-    }
-
-    fn on_test_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.end_evaluation("test", ctx);
-        Ok(())
-    }
-
-    fn on_predict_start(&mut self, _ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.evaluation = Counter::start();
-        Ok(())
-    }
-
-    fn on_predict_batch_end(
-        &mut self,
-        ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        self.count_evaluation(ctx);
-        Ok(())
-    }
-
-    fn on_predict_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.end_evaluation("predict", ctx);
         Ok(())
     }
 }

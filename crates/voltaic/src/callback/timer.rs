@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::time_span::TimeSpan;
 use crate::error::ConfigError;
 use crate::lightning::Callback;
-use crate::module::HookContext;
+use crate::module::{Hook, HookContext};
 use crate::nn::Module;
 use crate::optim::Interval;
 
@@ -104,34 +104,22 @@ impl Callback for Timer {
         Ok(())
     }
 
-    fn on_fit_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.started = None;
-        self.trained = None;
-        self.check(ctx); // the time may have been over when the checkpoint was written
-        Ok(())
-    }
-
-    fn on_train_start(&mut self, _ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.started = Some(Instant::now());
-        Ok(())
-    }
-
-    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        if self.interval == Interval::Step && self.limit.is_some() {
-            self.check(ctx);
+    fn on_hook(&mut self, hook: Hook, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        match hook {
+            Hook::OnFitStart => {
+                (self.started, self.trained) = (None, None);
+                self.check(ctx); // the time may have been over when the checkpoint was written
+            }
+            Hook::OnTrainStart => self.started = Some(Instant::now()),
+            Hook::OnTrainBatchEnd if self.interval == Interval::Step && self.limit.is_some() => {
+                self.check(ctx)
+            }
+            Hook::OnTrainEpochEnd if self.interval == Interval::Epoch && self.limit.is_some() => {
+                self.check(ctx)
+            }
+            Hook::OnTrainEnd => self.trained = self.started.map(|started| started.elapsed()),
+            _ => {}
         }
-        Ok(())
-    }
-
-    fn on_train_epoch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        if self.interval == Interval::Epoch && self.limit.is_some() {
-            self.check(ctx);
-        }
-        Ok(())
-    }
-
-    fn on_train_end(&mut self, _ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.trained = self.started.map(|started| started.elapsed());
         Ok(())
     }
 }

@@ -9,7 +9,7 @@ use voltaic::callback::{Callback, DeviceStatsMonitor, DeviceStatsMonitorConfig};
 use voltaic::data::Loaders;
 use voltaic::logger::CsvLogger;
 use voltaic::models::{Classifier, LeNet, LeNetConfig};
-use voltaic::module::HookContext;
+use voltaic::module::{Hook, HookContext};
 use voltaic::trainer::seed_everything;
 use voltaic::{Device, Module};
 
@@ -34,28 +34,8 @@ impl Seen {
 }
 
 impl Callback for Seen {
-    fn on_train_batch_start(&mut self, _: &mut HookContext, _: &mut dyn Module) -> anyhow::Result<()> {
-        self.note("on_train_batch_start")
-    }
-
-    fn on_train_batch_end(&mut self, _: &mut HookContext, _: &mut dyn Module) -> anyhow::Result<()> {
-        self.note("on_train_batch_end")
-    }
-
-    fn on_validation_batch_start(&mut self, _: &mut HookContext, _: &mut dyn Module) -> anyhow::Result<()> {
-        self.note("on_validation_batch_start")
-    }
-
-    fn on_validation_batch_end(&mut self, _: &mut HookContext, _: &mut dyn Module) -> anyhow::Result<()> {
-        self.note("on_validation_batch_end")
-    }
-
-    fn on_test_batch_start(&mut self, _: &mut HookContext, _: &mut dyn Module) -> anyhow::Result<()> {
-        self.note("on_test_batch_start")
-    }
-
-    fn on_test_batch_end(&mut self, _: &mut HookContext, _: &mut dyn Module) -> anyhow::Result<()> {
-        self.note("on_test_batch_end")
+    fn on_hook(&mut self, hook: Hook, _: &mut HookContext, _: &mut dyn Module) -> anyhow::Result<()> {
+        if hook.name().contains("_batch_") { self.note(hook.name()) } else { Ok(()) }
     }
 }
 

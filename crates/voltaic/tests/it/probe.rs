@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use voltaic::accelerator::{HpuEmulator, HpuSettings};
 use voltaic::callback::Callback;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
-use voltaic::module::{HookContext, LightningModule, StepContext};
+use voltaic::module::{Hook, HookContext, LightningModule, StepContext};
 use voltaic::nn::Parameter;
 use voltaic::optim::{Optimizers, Sgd};
 use voltaic::{Kind, Module, Tensor};
@@ -126,43 +126,22 @@ impl Events {
 }
 
 impl Callback for Events {
-    fn on_train_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.global_step = ctx.global_step();
-        Ok(())
-    }
-
-    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        let star = if ctx.global_step() > self.global_step { "*" } else { "" };
-        self.global_step = ctx.global_step();
-        self.note(format!("t{}{star}", ctx.batch_idx()));
-        Ok(())
-    }
-
-    fn on_train_epoch_end(&mut self, _ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.note("e".to_owned());
-        Ok(())
-    }
-
-    fn on_validation_start(
-        &mut self,
-        _ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        self.eval_batches = 0;
-        Ok(())
-    }
-
-    fn on_validation_batch_end(
-        &mut self,
-        _ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        self.eval_batches += 1;
-        Ok(())
-    }
-
-    fn on_validation_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        self.note(format!("{}{}", if ctx.is_sanity_check() { "S" } else { "V" }, self.eval_batches));
+    fn on_hook(&mut self, hook: Hook, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        match hook {
+            Hook::OnTrainStart => self.global_step = ctx.global_step(),
+            Hook::OnTrainBatchEnd => {
+                let star = if ctx.global_step() > self.global_step { "*" } else { "" };
+                self.global_step = ctx.global_step();
+                self.note(format!("t{}{star}", ctx.batch_idx()));
+            }
+            Hook::OnTrainEpochEnd => self.note("e".to_owned()),
+            Hook::OnValidationStart => self.eval_batches = 0,
+            Hook::OnValidationBatchEnd => self.eval_batches += 1,
+            Hook::OnValidationEnd => {
+                self.note(format!("{}{}", if ctx.is_sanity_check() { "S" } else { "V" }, self.eval_batches));
+            }
+            _ => {}
+        }
         Ok(())
     }
 
