@@ -5,6 +5,9 @@
 #[macro_use]
 #[path = "../support/lightning_module.rs"]
 mod lightning_module;
+#[macro_use]
+#[path = "../support/random_net.rs"]
+mod random_net;
 
 mod activations;
 mod compile;

@@ -1,10 +1,13 @@
-//! States divided among ranks (ZeRO): the same as data-parallel training.
+//! States sharded over ranks (ZeRO): the same as data-parallel training.
 
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "a test that panics has failed")]
 
 #[macro_use]
 #[path = "../support/lightning_module.rs"]
 mod lightning_module;
+#[macro_use]
+#[path = "../support/random_net.rs"]
+mod random_net;
 #[macro_use]
 mod ranks;
 

@@ -7,7 +7,7 @@ use voltaic::module::{HookContext, StepHook};
 use voltaic::nn::ModuleExt;
 use voltaic::{Module, Tensor, ffi};
 
-use super::net::{Batch, Net};
+use super::net::{Batch, Net, stored};
 use super::plan::{Deed, Plan, When};
 use super::{Bits, described};
 
@@ -107,9 +107,9 @@ impl Callback for Hands {
             }
         }
         self.note(format!("{place} target"), &ctx.batch::<Batch>()?.1);
-        let mut stored = Vec::new();
-        module.downcast_mut::<Net>()?.blocks.iter().for_each(|block| block.stored(&mut stored));
-        for tensor in stored {
+        let mut found = Vec::new();
+        module.downcast_mut::<Net>()?.blocks.iter().for_each(|block| stored(block, &mut found));
+        for tensor in found {
             self.note(format!("{place} stored"), &tensor);
         }
         for (number, optimizer) in ctx.optimizers().iter().enumerate() {

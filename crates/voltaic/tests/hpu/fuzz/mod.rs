@@ -22,11 +22,12 @@ use voltaic::precision::{OpLists, reset_op_lists, set_op_lists};
 use voltaic::trainer::{GradientClipAlgorithm, GraphMode, GraphReport, Trainer, seed_everything};
 use voltaic::{Device, Tensor, ffi};
 
+use crate::random_net::Shape;
 use crate::random_runs::{self, SaveAt, seeds};
 use crate::support::{CPU, HPU, bits, start};
 use hands::Hands;
 use net::{Batch, Net};
-use plan::{Plan, Shape};
+use plan::Plan;
 
 /// How a plan is run.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -3,56 +3,8 @@
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
+use crate::random_net::Shape;
 use crate::random_runs::{Activations, Average, Manual, maybe, one};
-
-/// A module from 8 features to 8.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Shape {
-    Linear {
-        bias: bool,
-    },
-    /// Two layers with so many features between them.
-    Bottleneck(i64),
-    /// With the channels last in memory, perhaps.
-    Conv {
-        last: bool,
-    },
-    BatchNorm,
-    LayerNorm,
-    Embedding,
-    Dropout,
-    Attention,
-    /// Parameters of its own: one for each feature, scalar, of one element, empty, and one that is never used.
-    Bare,
-    /// The weight of the layer that comes into the network, from another module.
-    Tied,
-    /// Views, slices, and operators in place on them.
-    Views,
-    /// A buffer that the forward pass updates and uses.
-    Running,
-    /// A buffer whose memory the forward pass replaces.
-    Replaced,
-    /// A tensor of the step before, which the module keeps and uses.
-    Kept,
-    /// A tensor of the step, which the module keeps and a hook reads.
-    Stored,
-    /// Times a number that a hook sets in each epoch.
-    EpochFactor,
-    /// Times a number that a hook sets in each batch.
-    BatchFactor,
-    /// Goes one of two ways by a flag that a hook sets in each epoch.
-    EpochBranch,
-    /// Goes one of two ways by what the data hold.
-    DataBranch,
-    /// As many rows as there are positive ones.
-    Masked,
-    /// Random numbers that it draws itself.
-    Noise,
-    /// Only used if the batch has an even number of samples.
-    EvenOnly,
-    /// Modules within one that has a parameter, which it uses before and after them.
-    Nested(Vec<Shape>),
-}
 
 /// When somebody does something by hand.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -73,7 +25,7 @@ pub enum Deed {
     WriteGrad,
     ReplaceGrad,
     DropGrad,
-    /// Freezes it, or thaws it in the next of these batches.
+    /// Freezes it, or unfreezes it in the next of these batches.
     Freeze,
     SetRate,
     SetDecay,
@@ -124,84 +76,59 @@ pub enum Logs {
     EpochNumber,
 }
 
-/// A run. Numbers that stand for modules and parameters are taken modulo how many there are.
-#[derive(Debug, Clone)]
-pub struct Plan {
-    pub seed: u64,
-    pub blocks: Vec<Shape>,
-    /// Called a second time.
-    pub twice: Option<usize>,
-    /// Never called.
-    pub unused: Option<usize>,
-    pub in_place: bool,
-    pub detached: Option<usize>,
-    pub no_grad: Option<usize>,
-    /// A parameter whose squares are a part of the loss.
-    pub penalty: Option<usize>,
-    pub grad_penalty: bool,
-    /// The step writes to its batch.
-    pub writes_batch: bool,
-    pub frozen: Option<usize>,
-    pub thawed: Option<usize>,
-    pub by_hand: Option<(When, Deed, usize)>,
-    /// A module whose mode is switched from epoch to epoch.
-    pub modes: Option<usize>,
-    pub reads: Reads,
-    pub logs: Logs,
-    pub gives_output: bool,
-    /// The module drops gradients only in each so many windows.
-    pub zeroes_every: usize,
-    pub rule: Rule,
-    pub has_groups: bool,
-    pub schedule: Schedule,
-    pub window: u64,
-    pub clip: Option<(bool, f64)>,
-    pub precision: &'static str,
-    pub manual: Option<Manual>,
-    pub average: Average,
-    pub validates: bool,
-    /// Validation within an epoch.
-    pub validates_within: bool,
-    pub saved: Option<usize>,
-    /// A second fit by the same trainer.
-    pub again: bool,
-    pub deterministic: bool,
-    /// Samples of the data in excess of what divides.
-    pub excess: i64,
-    /// A hook leaves out a sample of each third batch.
-    pub cuts: bool,
-    pub batches: usize,
-    pub epochs: i64,
-    /// The modules whose calls are checkpointed.
-    pub checkpointed: Option<&'static str>,
-    /// What becomes of what they save.
-    pub activations: Activations,
-}
-
-fn shape(rng: &mut StdRng, depth: usize) -> Shape {
-    let most = if depth > 1 { 26 } else { 28 };
-    match rng.random_range(0..most) {
-        0..=2 => Shape::Linear { bias: rng.random() },
-        3 => Shape::Bottleneck([1, 3, 7, 33][rng.random_range(0..4)]),
-        4 => Shape::Conv { last: rng.random() },
-        5 => Shape::BatchNorm,
-        6 => Shape::LayerNorm,
-        7 => Shape::Embedding,
-        8 => Shape::Dropout,
-        9 => Shape::Attention,
-        10 | 11 => Shape::Bare,
-        12 => Shape::Tied,
-        13 | 14 => Shape::Views,
-        15 => Shape::Running,
-        16 => Shape::Noise,
-        17 | 18 => Shape::EvenOnly,
-        19 => one(rng, [Shape::Kept, Shape::BatchFactor, Shape::DataBranch, Shape::Masked]),
-        20 => Shape::Replaced,
-        21 => Shape::Stored,
-        22 => one(rng, [Shape::EpochFactor, Shape::EpochBranch]),
-        23 => Shape::BatchNorm,
-        24 | 25 => Shape::Linear { bias: true },
-        _ => Shape::Nested((0..rng.random_range(1..3)).map(|_| shape(rng, depth + 1)).collect()),
+plan! {
+    /// A run. Numbers that stand for modules and parameters are taken modulo how many there are.
+    #[derive(Debug, Clone)]
+    pub struct Plan {
+        pub seed: u64,
+        pub blocks: Vec<Shape>,
+        /// Called a second time.
+        pub twice: Option<usize> = None,
+        /// Never called.
+        pub unused: Option<usize> = None,
+        pub in_place: bool = false,
+        pub detached: Option<usize> = None,
+        pub no_grad: Option<usize> = None,
+        /// A parameter whose squares are a part of the loss.
+        pub penalty: Option<usize> = None,
+        pub grad_penalty: bool = false,
+        /// The step writes to its batch.
+        pub writes_batch: bool = false,
+        pub frozen: Option<usize> = None,
+        pub unfrozen: Option<usize> = None,
+        pub by_hand: Option<(When, Deed, usize)> = None,
+        /// A module whose mode is switched from epoch to epoch.
+        pub modes: Option<usize> = None,
+        pub reads: Reads = Reads::Nothing,
+        pub logs: Logs = Logs::Nothing,
+        pub gives_output: bool = false,
+        /// The module drops gradients only in each so many windows.
+        pub zeroes_every: usize = 1,
+        pub rule: Rule = Rule::Sgd,
+        pub has_groups: bool = false,
+        pub schedule: Schedule = Schedule::None,
+        pub window: u64 = 1,
+        pub clip: Option<(bool, f64)> = None,
+        pub precision: &'static str = "32-true",
+        pub manual: Option<Manual> = None,
+        pub average: Average = Average::None,
+        pub validates: bool = false,
+        /// Validation within an epoch.
+        pub validates_within: bool,
+        pub saved: Option<usize> = None,
+        /// A second fit by the same trainer.
+        pub again: bool = false,
+        pub deterministic: bool = false,
+        /// Samples of the data in excess of what divides.
+        pub excess: i64 = 0,
+        /// A hook leaves out a sample of each third batch.
+        pub cuts: bool = false,
+        pub batches: usize,
+        pub epochs: i64,
+        /// The modules whose calls are checkpointed.
+        pub checkpointed: Option<&'static str> = None,
+        /// What becomes of what they save.
+        pub activations: Activations,
     }
 }
 
@@ -234,7 +161,7 @@ impl Plan {
     /// The run of a seed.
     pub fn of(seed: u64) -> Self {
         let rng = &mut StdRng::seed_from_u64(seed);
-        let blocks = (0..rng.random_range(1..4)).map(|_| shape(rng, 0)).collect();
+        let blocks = (0..rng.random_range(1..4)).map(|_| Shape::random(rng, 0, true)).collect();
         let manual = Manual { toggles: rng.random(), drops_every: one(rng, [1, 1, 2]), again: rng.random() };
         let by_hand = deed(rng);
         let rules = [
@@ -262,7 +189,7 @@ impl Plan {
             grad_penalty: rng.random_range(0..6) == 0,
             writes_batch: rng.random_range(0..6) == 0,
             frozen: maybe(rng, 5),
-            thawed: maybe(rng, 6),
+            unfrozen: maybe(rng, 6),
             by_hand: (rng.random_range(0..3) == 0).then_some(by_hand),
             modes: maybe(rng, 6),
             reads: match rng.random_range(0..15) {
@@ -336,54 +263,6 @@ impl Plan {
 
     /// Whether it has such a module.
     pub fn has(&self, shape: &Shape) -> bool {
-        fn is_among(shapes: &[Shape], shape: &Shape) -> bool {
-            shapes.iter().any(|own| match own {
-                Shape::Nested(inner) => is_among(inner, shape),
-                own => own == shape,
-            })
-        }
-        is_among(&self.blocks, shape)
-    }
-
-    /// Leaves out the named parts of it, to find out which one a failure needs.
-    pub fn without(mut self, parts: &str) -> Self {
-        for part in parts.split(',').filter(|part| !part.is_empty()) {
-            match part {
-                "twice" => self.twice = None,
-                "checkpointed" => self.checkpointed = None,
-                "unused" => self.unused = None,
-                "in_place" => self.in_place = false,
-                "detached" => self.detached = None,
-                "no_grad" => self.no_grad = None,
-                "penalty" => self.penalty = None,
-                "grad_penalty" => self.grad_penalty = false,
-                "writes_batch" => self.writes_batch = false,
-                "frozen" => self.frozen = None,
-                "thawed" => self.thawed = None,
-                "by_hand" => self.by_hand = None,
-                "modes" => self.modes = None,
-                "reads" => self.reads = Reads::Nothing,
-                "logs" => self.logs = Logs::Nothing,
-                "output" => self.gives_output = false,
-                "zeroes" => self.zeroes_every = 1,
-                "rule" => self.rule = Rule::Sgd,
-                "groups" => self.has_groups = false,
-                "schedule" => self.schedule = Schedule::None,
-                "window" => self.window = 1,
-                "clip" => self.clip = None,
-                "precision" => self.precision = "32-true",
-                "manual" => self.manual = None,
-                "average" => self.average = Average::None,
-                "validates" => self.validates = false,
-                "saved" => self.saved = None,
-                "again" => self.again = false,
-                "deterministic" => self.deterministic = false,
-                "excess" => self.excess = 0,
-                "cuts" => self.cuts = false,
-                block => drop(self.blocks.remove(block.parse().expect("a part or the number of a block"))),
-            }
-        }
-        self.reconcile();
-        self
+        shape.is_among(&self.blocks)
     }
 }

@@ -26,11 +26,12 @@ use voltaic::trainer::Trainer;
 use voltaic::{Kind, Module, Tensor};
 
 use crate::models::Batch;
+use crate::random_net::Shape;
 use crate::random_runs::{self, SaveAt, seeds};
-use crate::ranks::{on_ranks, runs_all, silent, weights};
+use crate::ranks::{runs_all, silent, weights};
 use net::Net;
 pub use plan::End;
-use plan::{Plan, Shape, When};
+use plan::{Plan, When};
 
 const STAGES: [ZeroStage; 3] = [ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
 
@@ -470,22 +471,9 @@ fn stages_are_ddp(ranks: usize, folder: &Path, default: u64) {
     cases(ranks, folder, some(default), |seed, folder| case(seed, ranks, folder));
 }
 
-#[test]
-fn one_rank_is_ddp() {
-    on_ranks("fuzz::one_rank_is_ddp", 1, |ranks, folder| stages_are_ddp(ranks, folder, 14));
-}
-
-#[test]
-fn two_ranks_are_ddp() {
-    on_ranks("fuzz::two_ranks_are_ddp", 2, |ranks, folder| stages_are_ddp(ranks, folder, 6));
-}
-
-#[test]
-fn three_ranks_are_ddp() {
-    on_ranks("fuzz::three_ranks_are_ddp", 3, |ranks, folder| stages_are_ddp(ranks, folder, 4));
-}
-
-#[test]
-fn four_ranks_are_ddp() {
-    on_ranks("fuzz::four_ranks_are_ddp", 4, |ranks, folder| stages_are_ddp(ranks, folder, 3));
+on_ranks_tests! {
+    one_rank_is_ddp: 1, |ranks, folder| stages_are_ddp(ranks, folder, 14);
+    two_ranks_are_ddp: 2, |ranks, folder| stages_are_ddp(ranks, folder, 6);
+    three_ranks_are_ddp: 3, |ranks, folder| stages_are_ddp(ranks, folder, 4);
+    four_ranks_are_ddp: 4, |ranks, folder| stages_are_ddp(ranks, folder, 3);
 }

@@ -1,152 +1,18 @@
 //! The network of a plan.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 use voltaic::module::{HookContext, LightningModule, StepContext};
-use voltaic::nn::{
-    AttentionMask, BatchNorm2d, Callable, Conv2d, Dropout, Embedding, Forward, LayerNorm, Linear, ModuleExt,
-    MultiheadAttention, Parameter,
-};
+use voltaic::nn::{Callable, Linear, ModuleExt};
 use voltaic::optim::{
     Adagrad, AdamW, ExponentialLr, Interval, LrSchedulerSpec, Optimizers, ParamGroupSpec, RmsProp, Sgd,
 };
 use voltaic::{Kind, Module, Tensor};
 
-use super::plan::{Plan, Rule, Shape, When};
-use crate::models::{Batch, numbers};
-use crate::random_runs::Manual;
-
-const CPU: tch::Device = tch::Device::Cpu;
-/// Features between modules.
-const WIDTH: i64 = 8;
-
-#[derive(Module)]
-struct Block {
-    linear: Option<Linear>,
-    second: Option<Linear>,
-    conv: Option<Conv2d>,
-    batch_norm: Option<BatchNorm2d>,
-    layer_norm: Option<LayerNorm>,
-    embedding: Option<Embedding>,
-    dropout: Option<Dropout>,
-    attention: Option<MultiheadAttention>,
-    bare: Vec<Parameter>,
-    inner: Vec<Block>,
-    /// Of a leaf module: a rank calls one of them, and nobody the last.
-    experts: Vec<Linear>,
-    #[module(skip)]
-    chosen: AtomicUsize,
-    #[module(skip)]
-    shape: Shape,
-}
-
-fn parameter(size: &[i64], kind: Kind) -> Parameter {
-    Parameter::new(Tensor::zeros(size, (kind, CPU)))
-}
-
-impl Block {
-    fn new(shape: &Shape, tied: &Parameter) -> Self {
-        let mut block = Self {
-            linear: None,
-            second: None,
-            conv: None,
-            batch_norm: None,
-            layer_norm: None,
-            embedding: None,
-            dropout: None,
-            attention: None,
-            bare: Vec::new(),
-            inner: Vec::new(),
-            experts: Vec::new(),
-            chosen: AtomicUsize::default(),
-            shape: shape.clone(),
-        };
-        match shape {
-            Shape::Linear { bias } => {
-                block.linear = Some(Linear::builder(WIDTH, WIDTH).bias(*bias).build().unwrap());
-            }
-            Shape::Bottleneck(inner) => {
-                block.linear = Some(Linear::new(WIDTH, *inner).unwrap());
-                block.second = Some(Linear::new(*inner, WIDTH).unwrap());
-            }
-            Shape::Conv { last } => {
-                let conv = Conv2d::new(2, WIDTH, [2, 2]).unwrap();
-                if *last {
-                    conv.to_channels_last().unwrap();
-                }
-                block.conv = Some(conv);
-            }
-            Shape::BatchNorm => block.batch_norm = Some(BatchNorm2d::new(WIDTH).unwrap()),
-            Shape::LayerNorm => block.layer_norm = Some(LayerNorm::new(WIDTH).unwrap()),
-            Shape::Embedding => block.embedding = Some(Embedding::new(6, WIDTH).unwrap()),
-            Shape::Dropout => block.dropout = Some(Dropout::new(0.25).unwrap()),
-            Shape::Attention => block.attention = Some(MultiheadAttention::new(WIDTH, 2).unwrap()),
-            Shape::Bare => {
-                block.bare =
-                    [&[WIDTH][..], &[], &[1], &[2], &[0, 3]].map(|size| parameter(size, Kind::Float)).into();
-            }
-            Shape::Double => block.bare = vec![parameter(&[WIDTH], Kind::Double)],
-            Shape::Low => block.bare = vec![parameter(&[WIDTH], Kind::BFloat16)],
-            Shape::Tied => block.bare = vec![tied.clone()],
-            Shape::Nested(inner) => {
-                block.bare = vec![parameter(&[WIDTH], Kind::Float)];
-                block.inner = inner.iter().map(|shape| Self::new(shape, tied)).collect();
-            }
-        }
-        block
-    }
-}
-
-impl Forward for Block {
-    fn forward(&self, x: &Tensor) -> anyhow::Result<Tensor> {
-        let bare = |at: usize| self.bare[at].tensor();
-        let out = match &self.shape {
-            Shape::Linear { .. } => self.linear.as_ref().unwrap().call(x)?,
-            Shape::Bottleneck(_) => {
-                let hidden = self.linear.as_ref().unwrap().forward(x)?;
-                self.second.as_ref().unwrap().call(&hidden.relu())?
-            }
-            Shape::Conv { .. } => {
-                let out = self.conv.as_ref().unwrap().call(&x.view([-1, 2, 2, 2]))?;
-                out.view([-1, WIDTH])
-            }
-            Shape::BatchNorm => {
-                let out = self.batch_norm.as_ref().unwrap().call(&x.view([-1, WIDTH, 1, 1]))?;
-                out.view([-1, WIDTH])
-            }
-            Shape::LayerNorm => self.layer_norm.as_ref().unwrap().call(x)?,
-            Shape::Embedding => {
-                let sums = x.detach().abs().sum_dim_intlist([1_i64].as_slice(), false, Kind::Float);
-                let index = (sums.nan_to_num(0.0, 0.0, 0.0) * 7.0).to_kind(Kind::Int64).remainder(6);
-                x + self.embedding.as_ref().unwrap().call(&index)?
-            }
-            Shape::Dropout => self.dropout.as_ref().unwrap().call(x)?,
-            Shape::Attention => {
-                let x = x.view([-1, 1, WIDTH]);
-                let out = self.attention.as_ref().unwrap().attend(&x, &x, &x, &AttentionMask::default())?;
-                out.view([-1, WIDTH])
-            }
-            Shape::Bare => {
-                let sum = |at: usize| bare(at).sum(x.kind());
-                x * bare(0) * (bare(1) + 1.0) + bare(2) + sum(3) + sum(4)
-            }
-            Shape::Double => (x.to_kind(Kind::Double) * bare(0)).to_kind(x.kind()),
-            Shape::Low => (x.to_kind(bare(0).kind()) * bare(0)).to_kind(x.kind()),
-            Shape::Tied => x.matmul(bare(0)).matmul(&bare(0).tr()),
-            Shape::Nested(_) => {
-                let x = x * bare(0);
-                let x = self.inner.iter().try_fold(x, |x, inner| inner.call(&x))?;
-                x * bare(0)
-            }
-        };
-        match self.experts.get(self.chosen.load(Ordering::Relaxed)) {
-            // gradients of what comes in would be summed in another order if it were used a second time
-            Some(expert) => Ok(&out + expert.call(&out)? * 0.5),
-            None => Ok(out),
-        }
-    }
-}
+use super::plan::{Plan, Rule, When};
+use crate::models::Batch;
+use crate::random_net::{Block, WIDTH, groups, init, step_by_hand};
 
 /// The network, and what was seen of it.
 #[derive(Module)]
@@ -173,14 +39,7 @@ impl Net {
         }
         let out = Linear::new(WIDTH, 3).unwrap();
         let net = Self { input, blocks, out, plan: plan.clone(), has_masters: false, seen: Mutex::default() };
-        let parameters = net.parameters();
-        for (number, parameter) in parameters.iter().enumerate() {
-            let values = numbers(&parameter.size(), number as f64) * 0.6;
-            tch::no_grad(|| parameter.tensor().shallow_clone().copy_(&values));
-        }
-        for number in [plan.frozen, plan.thawed].into_iter().flatten() {
-            let _ = parameters[number % parameters.len()].set_requires_grad(false);
-        }
+        init(&net, [plan.frozen, plan.unfrozen]);
         net
     }
 
@@ -250,36 +109,6 @@ impl Net {
         Ok(loss)
     }
 
-    fn manual(
-        &self,
-        batch: &Batch,
-        ctx: &mut StepContext,
-        step: usize,
-        manual: Manual,
-    ) -> anyhow::Result<Tensor> {
-        let Manual { toggles, drops_every, again } = manual;
-        let mut last = None;
-        for index in 0..2 {
-            if toggles {
-                ctx.toggle_optimizer(index)?;
-            }
-            if step.is_multiple_of(drops_every) {
-                ctx.optimizer(index)?.zero_grad()?;
-            }
-            for _ in 0..if again { 2 } else { 1 } {
-                let loss = self.loss(batch, step)?;
-                self.note(&loss);
-                ctx.manual_backward(&loss)?;
-                last = Some(loss.detach());
-            }
-            ctx.optimizer(index)?.step()?;
-            if toggles {
-                ctx.untoggle_optimizer()?;
-            }
-        }
-        Ok(last.unwrap())
-    }
-
     fn rule(&self) -> Optimizers {
         let masters = self.has_masters;
         match self.plan.rule {
@@ -311,7 +140,11 @@ impl LightningModule for Net {
             return Ok(ctx.no_loss());
         }
         if let Some(manual) = self.plan.manual {
-            return self.manual(&batch, ctx, step, manual);
+            return step_by_hand(manual, ctx, step, |_| {
+                let loss = self.loss(&batch, step)?;
+                self.note(&loss);
+                Ok(loss)
+            });
         }
         let loss = self.loss(&batch, step)?;
         self.note(&loss);
@@ -337,7 +170,7 @@ impl LightningModule for Net {
     }
 
     fn on_train_epoch_start(&mut self, ctx: &mut HookContext) -> anyhow::Result<()> {
-        if let Some(number) = self.plan.thawed.filter(|_| ctx.current_epoch() == 1) {
+        if let Some(number) = self.plan.unfrozen.filter(|_| ctx.current_epoch() == 1) {
             let parameters = self.parameters();
             let _ = parameters[number % parameters.len()].set_requires_grad(true);
         }
@@ -356,15 +189,9 @@ impl LightningModule for Net {
             return Ok(made);
         }
         let mut made = self.rule();
-        made = if self.plan.has_groups {
-            let (matrices, others): (Vec<_>, Vec<_>) =
-                all.into_iter().partition(|(_, parameter)| parameter.dim() >= 2);
-            let groups =
-                [ParamGroupSpec::new(others).weight_decay(0.0), ParamGroupSpec::new(matrices).lr(0.02)];
-            made.groups(groups)
-        } else {
-            made
-        };
+        if self.plan.has_groups {
+            made = made.groups(groups(all));
+        }
         if self.plan.has_schedule {
             made = made.scheduler(LrSchedulerSpec::new(ExponentialLr::new(0.9)).interval(Interval::Step));
         }

@@ -4,6 +4,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use voltaic::ffi::FileBackend;
 
+use crate::random_net::Shape;
 use crate::random_runs::{Activations, Average, Manual, maybe, one};
 
 /// A checkpoint of an end, from which another run goes on.
@@ -15,35 +16,6 @@ pub enum End {
     Training,
     /// Of training, in a run of one epoch; the other trains for one more.
     Short,
-}
-
-/// A module from 8 features to 8.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Shape {
-    Linear {
-        bias: bool,
-    },
-    /// Two layers with so many features between them.
-    Bottleneck(i64),
-    /// With the channels last in memory, perhaps.
-    Conv {
-        last: bool,
-    },
-    BatchNorm,
-    LayerNorm,
-    Embedding,
-    Dropout,
-    Attention,
-    /// Parameters of its own: one for each feature, scalar, of one element, of two, empty.
-    Bare,
-    /// A parameter in float64.
-    Double,
-    /// A parameter in bfloat16.
-    Low,
-    /// The weight of the layer that comes into the network, from another module.
-    Tied,
-    /// Modules within one that has a parameter, which it uses before and after them.
-    Nested(Vec<Shape>),
 }
 
 /// When somebody writes to a weight by hand.
@@ -99,100 +71,84 @@ impl Default for InFiles {
     }
 }
 
-/// A run. Numbers that stand for modules and parameters are taken modulo how many there are.
-#[derive(Debug, Clone)]
-pub struct Plan {
-    pub blocks: Vec<Shape>,
-    /// Called a second time.
-    pub twice: Option<usize>,
-    /// Left out in each third step.
-    pub skipped: Option<usize>,
-    /// Never called.
-    pub unused: Option<usize>,
-    /// Modules are called in another order in each step.
-    pub rotates: bool,
-    pub in_place: bool,
-    /// Called with what is detached, too.
-    pub detached: Option<usize>,
-    /// Called without grad, too.
-    pub no_grad: Option<usize>,
-    /// A parameter whose squares are a part of the loss.
-    pub penalty: Option<usize>,
-    /// The weight that comes into the network, used once more outside of its module, transposed.
-    pub transposed: bool,
-    /// The squares of the gradient of the inputs are a part of the loss.
-    pub grad_penalty: bool,
-    /// A parameter that is frozen from the beginning.
-    pub frozen: Option<usize>,
-    /// A parameter that is frozen in each other batch.
-    pub switched: Option<usize>,
-    /// One that is frozen until the second epoch.
-    pub thawed: Option<usize>,
-    pub by_hand: Option<(When, usize)>,
-    /// Weights and their norms are read between batches.
-    pub reads: bool,
-    pub rule: Rule,
-    pub has_groups: bool,
-    pub has_schedule: bool,
-    pub window: u64,
-    pub clip: Option<f64>,
-    pub manual: Option<Manual>,
-    /// The batch in which a rank has a NaN.
-    pub nan: Option<usize>,
-    pub average: Average,
-    pub validates: bool,
-    /// The batch after which a checkpoint is saved, from which another run goes on.
-    pub saved: Option<usize>,
-    /// Samples of the data in excess of what divides.
-    pub excess: i64,
-    pub batches: usize,
-    pub has_masters: bool,
-    pub reduce_bucket_size: usize,
-    pub persistence: usize,
-    pub prefetch: usize,
-    pub live: usize,
-    pub reuse: usize,
-    /// The batch in which no rank has a loss, counted over all epochs.
-    pub no_loss: Option<usize>,
-    /// It is the first of an accumulation window.
-    pub opens_window: bool,
-    /// All weights are of 16 bits.
-    pub half: bool,
-    pub end: Option<End>,
-    /// What has its default in place of its own number: persistence, prefetch, live and reuse.
-    pub defaults: [bool; 4],
-    /// Values of validation are logged for each step and for the epoch.
-    pub logs_steps: bool,
-    /// Validates once more after the fit, with more batches on some ranks.
-    pub evaluates: bool,
-    /// The block that is a leaf module, of whose experts ranks call different ones.
-    pub leaf: Option<usize>,
-    /// On an emulated HPU: the share of the optimizer, and whether the shards of the weights are in host memory.
-    pub offload: Option<(f64, bool)>,
-    /// The modules whose calls are checkpointed.
-    pub checkpointed: Option<&'static str>,
-    pub in_files: Option<InFiles>,
-    /// What becomes of what they save.
-    pub activations: Activations,
-    /// States that go to the host after each second batch, a bit for each, and whether they are asked back.
-    pub offloaded_states: Option<usize>,
-}
-
-fn shape(rng: &mut StdRng, depth: usize) -> Shape {
-    let most = if depth > 1 { 12 } else { 14 };
-    match rng.random_range(0..most) {
-        0 | 1 => Shape::Linear { bias: rng.random() },
-        2 => Shape::Bottleneck([1, 3, 7, 33][rng.random_range(0..4)]),
-        3 => Shape::Conv { last: rng.random() },
-        4 => Shape::BatchNorm,
-        5 => Shape::LayerNorm,
-        6 => Shape::Embedding,
-        7 => Shape::Dropout,
-        8 => Shape::Attention,
-        9 => Shape::Bare,
-        10 => [Shape::Double, Shape::Low][rng.random_range(0..2)].clone(),
-        11 => Shape::Tied,
-        _ => Shape::Nested((0..rng.random_range(1..3)).map(|_| shape(rng, depth + 1)).collect()),
+plan! {
+    /// A run. Numbers that stand for modules and parameters are taken modulo how many there are.
+    #[derive(Debug, Clone)]
+    pub struct Plan {
+        pub blocks: Vec<Shape>,
+        /// Called a second time.
+        pub twice: Option<usize> = None,
+        /// Left out in each third step.
+        pub skipped: Option<usize> = None,
+        /// Never called.
+        pub unused: Option<usize> = None,
+        /// Modules are called in another order in each step.
+        pub rotates: bool = false,
+        pub in_place: bool = false,
+        /// Called with what is detached, too.
+        pub detached: Option<usize> = None,
+        /// Called without grad, too.
+        pub no_grad: Option<usize> = None,
+        /// A parameter whose squares are a part of the loss.
+        pub penalty: Option<usize> = None,
+        /// The weight that comes into the network, used once more outside of its module, transposed.
+        pub transposed: bool = false,
+        /// The squares of the gradient of the inputs are a part of the loss.
+        pub grad_penalty: bool = false,
+        /// A parameter that is frozen from the beginning.
+        pub frozen: Option<usize> = None,
+        /// A parameter that is frozen in each other batch.
+        pub switched: Option<usize> = None,
+        /// One that is frozen until the second epoch.
+        pub unfrozen: Option<usize> = None,
+        pub by_hand: Option<(When, usize)> = None,
+        /// Weights and their norms are read between batches.
+        pub reads: bool = false,
+        pub rule: Rule = Rule::Sgd,
+        pub has_groups: bool = false,
+        pub has_schedule: bool = false,
+        pub window: u64 = 1,
+        pub clip: Option<f64> = None,
+        pub manual: Option<Manual> = None,
+        /// The batch in which a rank has a NaN.
+        pub nan: Option<usize> = None,
+        pub average: Average = Average::None,
+        pub validates: bool = false,
+        /// The batch after which a checkpoint is saved, from which another run goes on.
+        pub saved: Option<usize> = None,
+        /// Samples of the data in excess of what divides.
+        pub excess: i64 = 0,
+        pub batches: usize,
+        pub has_masters: bool = false,
+        pub reduce_bucket_size: usize = 1_000_000,
+        pub persistence: usize = 0,
+        pub prefetch: usize = 0,
+        pub live: usize = 1_000_000,
+        pub reuse: usize = 0,
+        /// The batch in which no rank has a loss, counted over all epochs.
+        pub no_loss: Option<usize> = None,
+        /// It is the first of an accumulation window.
+        pub opens_window: bool = false,
+        /// All weights are of 16 bits.
+        pub half: bool = false,
+        pub end: Option<End> = None,
+        /// What has its default in place of its own number: persistence, prefetch, live and reuse.
+        pub defaults: [bool; 4] = [false; 4],
+        /// Values of validation are logged for each step and for the epoch.
+        pub logs_steps: bool = false,
+        /// Validates once more after the fit, with more batches on some ranks.
+        pub evaluates: bool = false,
+        /// The block that is a leaf module, of whose experts ranks call different ones.
+        pub leaf: Option<usize> = None,
+        /// On an emulated HPU: the share of the optimizer, and whether the shards of the weights are in host memory.
+        pub offload: Option<(f64, bool)> = None,
+        /// The modules whose calls are checkpointed.
+        pub checkpointed: Option<&'static str> = None,
+        pub in_files: Option<InFiles> = None,
+        /// What becomes of what they save.
+        pub activations: Activations,
+        /// States that go to the host after each second batch, a bit for each, and whether they are asked back.
+        pub offloaded_states: Option<usize> = None,
     }
 }
 
@@ -218,7 +174,7 @@ impl Plan {
     pub fn of(seed: u64) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
         let rng = &mut rng;
-        let blocks = (0..rng.random_range(1..5)).map(|_| shape(rng, 0)).collect();
+        let blocks = (0..rng.random_range(1..5)).map(|_| Shape::random(rng, 0, false)).collect();
         let manual = Manual { toggles: rng.random(), drops_every: one(rng, [1, 1, 2]), again: rng.random() };
         let hand = one(
             rng,
@@ -246,7 +202,7 @@ impl Plan {
             grad_penalty: rng.random_range(0..6) == 0,
             frozen: maybe(rng, 5),
             switched: maybe(rng, 6),
-            thawed: maybe(rng, 6),
+            unfrozen: maybe(rng, 6),
             by_hand: maybe(rng, 3).map(|number| (hand, number)),
             reads: rng.random_range(0..3) == 0,
             rule: one(rng, [Rule::AdamW, Rule::AdamW, Rule::Sgd, Rule::Adagrad, Rule::RmsProp]),
@@ -313,7 +269,7 @@ impl Plan {
         if self.leaf.is_some() {
             (self.penalty, self.grad_penalty) = (None, false); // its weights are for its forward only
         }
-        let is_frozen = self.frozen.or(self.switched).or(self.thawed).is_some();
+        let is_frozen = self.frozen.or(self.switched).or(self.unfrozen).is_some();
         if self.is_low() && self.has_masters && self.average != Average::None && is_frozen && self.validates {
             self.by_hand = None; // the average of a frozen weight without a float32 copy is rounded at each validation
         }
@@ -359,67 +315,6 @@ impl Plan {
 
     /// Whether it has such a module.
     pub fn has(&self, shape: &Shape) -> bool {
-        fn is_among(shapes: &[Shape], shape: &Shape) -> bool {
-            shapes.iter().any(|own| match own {
-                Shape::Nested(inner) => is_among(inner, shape),
-                own => own == shape,
-            })
-        }
-        is_among(&self.blocks, shape)
-    }
-
-    /// Leaves out the named parts of it, to find out which one a failure needs.
-    pub fn without(mut self, parts: &str) -> Self {
-        for part in parts.split(',').filter(|part| !part.is_empty()) {
-            match part {
-                "twice" => self.twice = None,
-                "checkpointed" => self.checkpointed = None,
-                "skipped" => self.skipped = None,
-                "unused" => self.unused = None,
-                "rotates" => self.rotates = false,
-                "in_place" => self.in_place = false,
-                "detached" => self.detached = None,
-                "no_grad" => self.no_grad = None,
-                "penalty" => self.penalty = None,
-                "transposed" => self.transposed = false,
-                "grad_penalty" => self.grad_penalty = false,
-                "frozen" => self.frozen = None,
-                "switched" => self.switched = None,
-                "thawed" => self.thawed = None,
-                "by_hand" => self.by_hand = None,
-                "reads" => self.reads = false,
-                "groups" => self.has_groups = false,
-                "schedule" => self.has_schedule = false,
-                "window" => self.window = 1,
-                "clip" => self.clip = None,
-                "manual" => self.manual = None,
-                "nan" => self.nan = None,
-                "average" => self.average = Average::None,
-                "validates" => self.validates = false,
-                "saved" => self.saved = None,
-                "excess" => self.excess = 0,
-                "rule" => self.rule = Rule::Sgd,
-                "bounds" => {
-                    (self.prefetch, self.live, self.reuse) = (0, 1_000_000, 0);
-                }
-                "persistence" => self.persistence = 0,
-                "no_loss" => self.no_loss = None,
-                "opens_window" => self.opens_window = false,
-                "half" => self.half = false,
-                "masters" => self.has_masters = false,
-                "end" => self.end = None,
-                "defaults" => self.defaults = [false; 4],
-                "logs_steps" => self.logs_steps = false,
-                "evaluates" => self.evaluates = false,
-                "leaf" => self.leaf = None,
-                "offload" => self.offload = None,
-                "offloaded_states" => self.offloaded_states = None,
-                "files" => self.in_files = None,
-                "bucket" => self.reduce_bucket_size = 1_000_000,
-                block => drop(self.blocks.remove(block.parse().expect("a part or the number of a block"))),
-            }
-        }
-        self.reconcile();
-        self
+        shape.is_among(&self.blocks)
     }
 }

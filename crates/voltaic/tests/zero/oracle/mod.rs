@@ -31,7 +31,7 @@ use voltaic::{Kind, Tensor};
 use crate::fuzz::{End, SaveEnd, cases, some};
 use crate::models::Batch;
 use crate::random_runs::SaveAt;
-use crate::ranks::{on_ranks, silent, weights};
+use crate::ranks::{silent, weights};
 use expected::{DECAY, Outcome, data, first, train};
 use net::Net;
 use plan::{Average, Hook, Plan, Restart};
@@ -266,19 +266,8 @@ fn compare_runs(accelerator: &'static str, ranks: usize, folder: &Path) {
     });
 }
 
-#[test]
-fn one_rank_is_a_loop_in_tch() {
-    on_ranks("oracle::one_rank_is_a_loop_in_tch", 1, |ranks, folder| compare_runs("cpu", ranks, folder));
-}
-
-#[test]
-fn two_ranks_are_a_loop_in_tch() {
-    on_ranks("oracle::two_ranks_are_a_loop_in_tch", 2, |ranks, folder| compare_runs("cpu", ranks, folder));
-}
-
-#[test]
-fn an_emulated_hpu_is_a_loop_in_tch() {
-    on_ranks("oracle::an_emulated_hpu_is_a_loop_in_tch", 1, |ranks, folder| {
-        compare_runs("hpu", ranks, folder);
-    });
+on_ranks_tests! {
+    one_rank_is_a_loop_in_tch: 1, |ranks, folder| compare_runs("cpu", ranks, folder);
+    two_ranks_are_a_loop_in_tch: 2, |ranks, folder| compare_runs("cpu", ranks, folder);
+    an_emulated_hpu_is_a_loop_in_tch: 1, |ranks, folder| compare_runs("hpu", ranks, folder);
 }
