@@ -139,7 +139,7 @@ fn set(
         merge(node, Node { origin, data }, &view, &key, remarks);
         return Ok(());
     }
-    let class = node.get("class_path").and_then(Node::as_str).or_else(|| view.default_class());
+    let class = node.class_name().or_else(|| view.default_class());
     let class = class.and_then(|name| view.class(name));
     if *part != "init_args" && view.class_keys().contains(part) {
         // A key beside the class, such as the interval of a schedule.
@@ -202,12 +202,12 @@ fn place<'s>(tree: &Node, parts: &[&str], view: &View<'s>) -> Option<View<'s>> {
         return place(&items[index], rest, &view.item(index));
     }
     if view.classes().is_empty() || *part == "init_args" || view.class_keys().contains(part) {
-        let class = tree.get("class_path").and_then(Node::as_str).and_then(|name| view.class(name));
+        let class = tree.class_name().and_then(|name| view.class(name));
         let view = class.map_or_else(|| view.clone(), |class| view.of_class(&class));
         let absent = Node::scalar(Value::Null, Origin::Default);
         return place(tree.get(part).unwrap_or(&absent), rest, &view.child(part)?);
     }
-    let name = tree.get("class_path").and_then(Node::as_str).or_else(|| view.default_class())?;
+    let name = tree.class_name().or_else(|| view.default_class())?;
     let absent = Node::scalar(Value::Null, Origin::Default);
     place(tree.get("init_args").unwrap_or(&absent), parts, &view.class(name)?.init_args?)
 }

@@ -257,7 +257,7 @@ fn is_dotted_name(text: &str) -> bool {
 
 /// Drops the arguments of the class that `new` replaces, except those of the layer that names the new class.
 fn change_class(target: &mut Node, new: &Node, key: &str, remarks: &mut Remarks) {
-    let old = target.get("class_path").and_then(Node::as_str);
+    let old = target.class_name();
     let (Some(old), Some(name)) = (old.map(str::to_owned), new.as_str()) else { return };
     if old == name {
         return;

@@ -189,6 +189,11 @@ impl Node {
         self.entries()?.get(key)
     }
 
+    /// The class that it names, in its `class_path`.
+    pub fn class_name(&self) -> Option<&str> {
+        self.get("class_path")?.as_str()
+    }
+
     /// Takes out what is at these dotted keys; an element of a list leaves null, so that the others keep their numbers. Goes
     /// through the tree once.
     pub fn remove(&mut self, gone: &HashSet<&str>) {

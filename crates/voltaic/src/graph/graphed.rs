@@ -35,11 +35,6 @@ impl<M: Module, G: CallGraphs, A> Graphed<M, G, A> {
         &self.module
     }
 
-    /// The module, out of its wrapper.
-    pub fn into_module(self) -> M {
-        self.module
-    }
-
     /// Counts of the replays of each graph: forward, then backward if it has one. Empty on a Gaudi card.
     pub fn replay_stats(&self) -> Vec<ReplayStats> {
         self.graphs.replay_stats()

@@ -44,11 +44,6 @@ impl<N: Forward> Classifier<N> {
         &self.net
     }
 
-    /// The network, out of the classifier.
-    pub fn into_net(self) -> N {
-        self.net
-    }
-
     fn evaluate(
         &self,
         (inputs, labels): &(Tensor, Tensor),

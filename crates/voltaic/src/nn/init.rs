@@ -143,14 +143,6 @@ pub fn zeros_(tensor: &Tensor) -> Result<()> {
     replace(tensor, |tensor| tensor.f_zero_())
 }
 
-/// Fills with 1.
-///
-/// # Errors
-/// If libtorch refuses, such as for a tensor that may not be written.
-pub fn ones_(tensor: &Tensor) -> Result<()> {
-    constant_(tensor, 1.0)
-}
-
 /// Draws from the uniform distribution of variance `gain² * 2 / (fan_in + fan_out)`
 /// ([Glorot and Bengio, 2010](https://proceedings.mlr.press/v9/glorot10a.html)).
 ///
