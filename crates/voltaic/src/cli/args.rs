@@ -3,11 +3,12 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 
 use super::outcome::Failure;
-use super::request::{GenerateArgs, QuantizeArgs, Verb};
+use super::request::{GenerateArgs, QuantizeArgs, ShowArgs, Verb};
 use crate::checkpoint::ReadLimits;
 use crate::config::{Assignment, nearest};
 
@@ -20,6 +21,9 @@ const GENERATE_OPTIONS: [&str; 8] =
 
 /// Options of `quantize` that take a value, beside those.
 const QUANTIZE_OPTIONS: [&str; 4] = ["output", "scale_method", "quant", "stage"];
+
+/// Options of `graph show`, beside those; the first takes a value.
+const SHOW_OPTIONS: [&str; 2] = ["picture", "all"];
 
 /// Options of launchers, as torchrun writes them, and the keys that they are.
 const LAUNCHER_OPTIONS: [(&str, &str); 1] = [("max-restarts", "trainer.max_restarts")];
@@ -36,16 +40,18 @@ pub(super) enum Command {
     Env(EnvArgs),
     New(PathBuf),
     Convert(ConvertArgs),
-    Run(RunArgs),
+    Run(Box<RunArgs>),
 }
 
-/// A `fit`, `validate`, `test`, `predict`, `generate` or `quantize`.
+/// A `fit`, `validate`, `test`, `predict`, `generate`, `quantize` or `graph show`.
 pub(super) struct RunArgs {
     pub verb: Verb,
     /// Of `generate`.
     pub generate: Option<GenerateArgs>,
     /// Of `quantize`.
     pub quantize: Option<QuantizeArgs>,
+    /// Of `graph show`.
+    pub show: Option<ShowArgs>,
     pub config: Vec<PathBuf>,
     pub print_config: Option<String>,
     pub help: bool,
@@ -109,11 +115,30 @@ enum VerbArgs {
         #[command(flatten)]
         fixed: FixedArgs,
     },
+    /// Look into graphs.
+    Graph {
+        #[command(subcommand)]
+        action: GraphAction,
+    },
     /// Make a crate with a model and data of its own, to start from.
     New {
         /// Its folder; the last part is its name.
         #[arg(value_name = "NAME")]
         path: PathBuf,
+    },
+}
+
+#[derive(Subcommand)]
+enum GraphAction {
+    /// Show what a compiled training step of the first batch consists of, before and after the passes of compile.
+    ///
+    /// Takes what `fit` takes. The step is captured by trainer.compile in a short run, which leaves nothing behind: operators with their
+    /// results and lifetimes, which were fused into chains and why others were not, bytes read and written, memory.
+    Show {
+        #[command(flatten)]
+        show: ShowArgs,
+        #[command(flatten)]
+        fixed: FixedArgs,
     },
 }
 
@@ -263,21 +288,32 @@ pub(super) fn parse(program: &str, arguments: Vec<OsString>, has_colour: bool) -
     let matches = match command.try_get_matches_from_mut(words) {
         Ok(matches) => matches,
         Err(error) if !error.use_stderr() => return Ok(Command::Text(error.render().to_string())),
+        Err(error) if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            return Err(Failure::usage("`graph` alone does nothing; write `graph show`, see graph --help"));
+        }
         Err(error) => return Err(Failure::usage(clap_message(&error))),
     };
     let cli = Cli::from_arg_matches(&matches).map_err(|error| Failure::usage(clap_message(&error)))?;
-    let run = |verb, fixed: FixedArgs, generate, quantize| {
+    let run = |verb, fixed: FixedArgs, generate, quantize, show| {
         let FixedArgs { config, print_config, help } = fixed;
-        Command::Run(RunArgs { verb, generate, quantize, config, print_config, help, assignments })
+        let arguments = RunArgs { verb, generate, quantize, show, config, print_config, help, assignments };
+        Command::Run(Box::new(arguments))
     };
     Ok(match cli.verb {
         _ if cli.version => Command::Version,
-        Some(VerbArgs::Fit(fixed)) => run(Verb::Fit, fixed, None, None),
-        Some(VerbArgs::Validate(fixed)) => run(Verb::Validate, fixed, None, None),
-        Some(VerbArgs::Test(fixed)) => run(Verb::Test, fixed, None, None),
-        Some(VerbArgs::Predict(fixed)) => run(Verb::Predict, fixed, None, None),
-        Some(VerbArgs::Generate { generate, fixed }) => run(Verb::Generate, fixed, Some(generate), None),
-        Some(VerbArgs::Quantize { quantize, fixed }) => run(Verb::Quantize, fixed, None, Some(quantize)),
+        Some(VerbArgs::Fit(fixed)) => run(Verb::Fit, fixed, None, None, None),
+        Some(VerbArgs::Validate(fixed)) => run(Verb::Validate, fixed, None, None, None),
+        Some(VerbArgs::Test(fixed)) => run(Verb::Test, fixed, None, None, None),
+        Some(VerbArgs::Predict(fixed)) => run(Verb::Predict, fixed, None, None, None),
+        Some(VerbArgs::Generate { generate, fixed }) => {
+            run(Verb::Generate, fixed, Some(generate), None, None)
+        }
+        Some(VerbArgs::Quantize { quantize, fixed }) => {
+            run(Verb::Quantize, fixed, None, Some(quantize), None)
+        }
+        Some(VerbArgs::Graph { action: GraphAction::Show { show, fixed } }) => {
+            run(Verb::Graph, fixed, None, None, Some(show))
+        }
         Some(VerbArgs::Devices(arguments)) => Command::Devices(arguments),
         Some(VerbArgs::Env(arguments)) => Command::Env(arguments),
         Some(VerbArgs::Models) => Command::Models,
@@ -351,6 +387,12 @@ fn split(arguments: &[String]) -> Result<(Vec<String>, Vec<Assignment>), Failure
     while let Some(argument) = rest.next() {
         let Some(option) = argument.strip_prefix("--").filter(|option| !option.is_empty()) else {
             let takes_value = argument == "-c";
+            // clap takes the words after `graph`, and refuses those that are too many
+            let is_word = fixed[0] == Verb::Graph.as_str() && !argument.starts_with('-');
+            if is_word {
+                fixed.push(argument.clone());
+                continue;
+            }
             if !argument.starts_with('-') || argument == "--" {
                 return Err(stray(argument));
             }
@@ -367,9 +409,10 @@ fn split(arguments: &[String]) -> Result<(Vec<String>, Vec<Assignment>), Failure
         };
         let takes_value = assignment.key == "config"
             || is_of(Verb::Generate, &GENERATE_OPTIONS)
-            || is_of(Verb::Quantize, &QUANTIZE_OPTIONS);
+            || is_of(Verb::Quantize, &QUANTIZE_OPTIONS)
+            || is_of(Verb::Graph, &SHOW_OPTIONS[..1]);
         let is_fixed = FIXED_OPTIONS.contains(&assignment.key.as_str()) || takes_value;
-        if is_fixed || is_of(Verb::Generate, &["graph"]) {
+        if is_fixed || is_of(Verb::Generate, &["graph"]) || is_of(Verb::Graph, &SHOW_OPTIONS) {
             fixed.push(argument.clone());
             let takes_value = takes_value && assignment.value.is_none();
             fixed.extend(rest.next_if(|_| takes_value).cloned());

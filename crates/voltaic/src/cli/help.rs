@@ -8,12 +8,21 @@ use crate::config::{Key, Layers, first_paragraph, inline, keys, wrap};
 /// Column where descriptions are broken.
 const WIDTH: usize = 100;
 
+/// What `graph show` does beside what the keys say.
+const SHOW_HELP: &str = "Shows what a compiled training step of the first batch consists of, before and after the passes of compile.\n\
+     RUN is the folder of a run, RECIPE a YAML file.\n\n\
+     \x20     --all                 every operator, with dtype, shape, bytes, lifetime and chain\n\
+     \x20     --picture FILE        also draw memory over the operators, as SVG\n\n";
+
 /// Help of a verb. Classes that the other arguments choose show their keys.
 pub(super) fn run_help(program: &str, verb: Verb, layers: &Layers) -> String {
-    let verb = verb.as_str();
+    let (verb, own) = match verb {
+        Verb::Graph => ("graph show [RUN|RECIPE]", SHOW_HELP),
+        verb => (verb.as_str(), ""),
+    };
     let mut text = format!(
         "Usage: {program} {verb} [--config FILE]... [--KEY=VALUE]...\n\n\
-         Options:\n\
+         {own}Options:\n\
          \x20 -c, --config FILE       YAML file with the keys below; may be repeated, later files win\n\
          \x20     --print_config[=HOW]  print the whole configuration as YAML and end; HOW is skip_default,\n\
          \x20                           comments, or both with a comma between\n\

@@ -26,6 +26,7 @@ mod outcome;
 mod quantize;
 mod registry;
 mod request;
+mod show;
 mod training;
 
 use std::ffi::OsString;

@@ -26,13 +26,15 @@ pub enum Verb {
     Generate,
     /// Measure, and write quantized weights.
     Quantize,
+    /// Show what a compiled training step consists of.
+    Graph,
 }
 
 impl Verb {
-    pub(super) const ALL: [Self; 6] =
-        [Self::Fit, Self::Validate, Self::Test, Self::Predict, Self::Generate, Self::Quantize];
+    pub(super) const ALL: [Self; 7] =
+        [Self::Fit, Self::Validate, Self::Test, Self::Predict, Self::Generate, Self::Quantize, Self::Graph];
 
-    /// As typed: `fit`, `validate`, `test`, `predict`, `generate` or `quantize`.
+    /// As typed: `fit`, `validate`, `test`, `predict`, `generate`, `quantize` or `graph`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Fit => "fit",
@@ -41,6 +43,7 @@ impl Verb {
             Self::Predict => "predict",
             Self::Generate => "generate",
             Self::Quantize => "quantize",
+            Self::Graph => "graph",
         }
     }
 
@@ -98,6 +101,20 @@ pub(super) struct QuantizeArgs {
     pub stage: MeasuredOn,
 }
 
+/// Options of `graph show`.
+#[derive(Args, Clone, Debug)]
+pub(super) struct ShowArgs {
+    /// The folder of a run, whose config.yaml is used, or a YAML file as --config takes it.
+    #[arg(value_name = "RUN|RECIPE")]
+    pub source: Option<PathBuf>,
+    /// Show every operator.
+    #[arg(long)]
+    pub all: bool,
+    /// Also draw memory over the operators, as SVG.
+    #[arg(long, value_name = "FILE")]
+    pub picture: Option<PathBuf>,
+}
+
 /// The data that `quantize` measures on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum MeasuredOn {
@@ -117,6 +134,7 @@ pub struct RunRequest {
     seed: Option<u64>,
     generate: Option<GenerateArgs>,
     quantize: Option<QuantizeArgs>,
+    show: Option<ShowArgs>,
 }
 
 impl RunRequest {
@@ -130,7 +148,7 @@ impl RunRequest {
         if let (Some(seed), Some(entry)) = (seed, settings.tree.get_mut("seed_everything")) {
             *entry = Value::from(seed);
         }
-        Self { verb, settings, seed, generate: None, quantize: None }
+        Self { verb, settings, seed, generate: None, quantize: None, show: None }
     }
 
     /// With the options of `generate`.
@@ -143,6 +161,16 @@ impl RunRequest {
     pub(super) fn with_quantize(mut self, quantize: Option<QuantizeArgs>) -> Self {
         self.quantize = quantize;
         self
+    }
+
+    /// With the options of `graph show`.
+    pub(super) fn with_show(mut self, show: Option<ShowArgs>) -> Self {
+        self.show = show;
+        self
+    }
+
+    pub(super) fn show(&self) -> Option<&ShowArgs> {
+        self.show.as_ref()
     }
 
     pub(super) fn quantize(&self) -> Option<&QuantizeArgs> {

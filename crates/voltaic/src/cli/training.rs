@@ -10,6 +10,7 @@ use super::generate::generate;
 use super::quantize::quantize;
 use super::registry::{FromConfig, Registry};
 use super::request::{RunRequest, Verb};
+use super::show::show;
 use crate::checkpoint::write_atomically;
 use crate::data::{DataModule, Loaders, MnistData, MnistDataConfig, ShakespeareData, ShakespeareDataConfig};
 use crate::error::ConfigError;
@@ -151,6 +152,9 @@ fn run<M: LightningModule>(
     if request.verb() == Verb::Quantize {
         return quantize(request, builder(request)?, model, data);
     }
+    if request.verb() == Verb::Graph {
+        return show(request, builder(request)?, model, data);
+    }
     let mut trainer = builder(request)?.build()?;
     match request.ckpt_path() {
         Some(path) => _ = trainer.ckpt_path(path),
@@ -195,7 +199,9 @@ fn run<M: LightningModule>(
                 print(&format!("predictions  {}\n", path.display()))?;
             }
         }
-        Verb::Generate | Verb::Quantize => anyhow::bail!("{} is run elsewhere", request.verb().as_str()),
+        Verb::Generate | Verb::Quantize | Verb::Graph => {
+            anyhow::bail!("{} is run elsewhere", request.verb().as_str())
+        }
     }
     Ok(())
 }

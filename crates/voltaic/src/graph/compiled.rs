@@ -8,6 +8,7 @@ use super::ir::Graph;
 use super::metrics;
 use super::passes::{self, Passes};
 use super::plan::{PlanStats, plan};
+use super::show;
 use crate::error::{GraphError, Result};
 use crate::ffi::{Recording, ReplayGraph, ReplayStats, Replayed};
 
@@ -74,7 +75,12 @@ impl Segment {
             return Err(problem.into());
         }
         let timer = metrics::Compilation::start();
-        let (plan, stats) = plan(passes::run(&graph, passes), uses_out_variants());
+        let program = passes::run(&graph, passes, show::is_asked());
+        let shown = program.notes.is_some().then(|| program.clone());
+        let (plan, stats) = plan(program, uses_out_variants());
+        if let Some(program) = shown {
+            show::add(&graph, program, &plan, stats);
+        }
         let replay = recording.build(&plan, inputs, outputs)?;
         timer.finish(&graph);
         Ok(Self { graph: Arc::new(graph), stats, replay })

@@ -327,7 +327,7 @@ impl Graph {
     }
 
     /// Dtype and shape of a value, such as `Float[8, 64]`.
-    fn describe(&self, value: usize) -> String {
+    pub(super) fn describe(&self, value: usize) -> String {
         format!("{}{:?}", self.values[value].dtype, self.values[value].size)
     }
 

@@ -16,7 +16,7 @@
 //! The public API are entry points to it: [`HpuGraph`] is steps 3 to 6, explicitly; [`make_graphed_callables`] makes one `call`
 //! (`graphed_callable`); [`ModuleCacher`] and [`wrap_in_hpu_graph`] keep one for each signature (`cache`, `wrap`). Both are a module around the
 //! module, or an interceptor of its calls (`graphed`). The trainer captures modules (`modules`), and steps 3 to 6 of training steps and
-//! optimizer steps (`trainer/run/graphs.rs`).
+//! optimizer steps (`trainer/run/graphs.rs`). `show` tells what a step consists of.
 
 mod backend;
 mod cache;
@@ -37,6 +37,7 @@ mod passes;
 mod places;
 mod plan;
 mod recordings;
+mod show;
 mod signature;
 mod static_tensor;
 mod wrap;
@@ -69,6 +70,8 @@ pub(crate) use passes::Passes;
 pub(crate) use places::{any_within, copy_of, fill, numbered, placeholder_for};
 pub use plan::PlanStats;
 pub(crate) use recordings::{FirstCapture, Recordings, named_tensors};
+pub use show::{GraphTotals, ShownGraph};
+pub(crate) use show::{label_shown, shown};
 pub(crate) use signature::{Conditions, InputSignature};
 pub use static_tensor::StaticTensor;
 pub use wrap::{

@@ -32,15 +32,15 @@ pub struct PlanStats {
 
 /// A piece of memory, in use from node `first` to node `last`.
 #[derive(Debug, Clone, Copy)]
-struct Piece {
-    first: usize,
-    last: usize,
-    bytes: u64,
-    owner: Owner,
+pub(super) struct Piece {
+    pub(super) first: usize,
+    pub(super) last: usize,
+    pub(super) bytes: u64,
+    pub(super) owner: Owner,
 }
 
-#[derive(Debug, Clone, Copy)]
-enum Owner {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Owner {
     Buffer(usize),
     /// Index over the blocks of all nodes.
     Block(usize),
@@ -48,7 +48,7 @@ enum Owner {
 
 /// Plans the replay of a program.
 pub(super) fn plan(program: Program, uses_out_variants: bool) -> (GraphPlan, PlanStats) {
-    let Program { graph, runs, merged, chains, num_merged, moved, num_joined, num_in_place } = program;
+    let Program { graph, runs, merged, chains, num_merged, moved, num_joined, num_in_place, .. } = program;
     let mut pieces = pieces(&graph, &runs);
     let unshared_bytes = pieces.iter().map(|piece| padded(piece.bytes)).sum();
     pieces.sort_by_key(|piece| (std::cmp::Reverse(piece.bytes), piece.first));
@@ -98,7 +98,7 @@ fn padded(bytes: u64) -> u64 {
 }
 
 /// The memory that the running nodes need beside what is kept.
-fn pieces(graph: &Graph, runs: &[bool]) -> Vec<Piece> {
+pub(super) fn pieces(graph: &Graph, runs: &[bool]) -> Vec<Piece> {
     let mut lives: Vec<Option<(usize, usize)>> = vec![None; graph.buffers.len()];
     let mut pieces = Vec::new();
     let mut block = 0;

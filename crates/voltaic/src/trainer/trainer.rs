@@ -7,7 +7,7 @@ use tch::Tensor;
 use crate::data::{DataModule, Loaders, Stage};
 use crate::distributed::{World, collective_scope};
 use crate::error::{ConfigError, Result};
-use crate::graph::Flops;
+use crate::graph::{Flops, ShownGraph};
 use crate::module::{LightningModule, StepOutput};
 use crate::nn::{ModuleExt, ModuleHooks};
 use crate::precision::{GradScaler, LossScaler};
@@ -517,6 +517,20 @@ impl Trainer {
         data: &mut dyn DataModule<Batch = M::Batch>,
     ) -> Result<Flops> {
         self.searcher().measure_flops(module, data)
+    }
+
+    /// What a training step of the first batch consists of when it is compiled: the graphs of the step and of the update after it, before
+    /// and after the passes. They are captured in a short run with `trainer.compile`, which is `hpu_backend` unless set; weights,
+    /// buffers, metrics and random numbers are as before then.
+    ///
+    /// # Errors
+    /// As [`Trainer::fit`]; [`ConfigError`] if the step cannot be compiled, with the reason, and with several ranks.
+    pub fn show_graphs<M: LightningModule>(
+        &self,
+        module: &mut M,
+        data: &mut dyn DataModule<Batch = M::Batch>,
+    ) -> Result<Vec<ShownGraph>> {
+        self.searcher().show_graphs(module, data)
     }
 }
 

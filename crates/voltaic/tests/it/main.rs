@@ -68,6 +68,7 @@ mod graph_blocks;
 mod graph_conditions;
 mod graph_first_step;
 mod graph_modules;
+mod graph_show;
 mod hangs;
 #[path = "../support/heavy.rs"]
 mod heavy;

@@ -1,4 +1,4 @@
-//! `fit`, `validate`, `test`, `predict`, `generate` and `quantize`.
+//! `fit`, `validate`, `test`, `predict`, `generate`, `quantize` and `graph show`.
 
 use std::path::{Path, PathBuf};
 
@@ -22,9 +22,11 @@ pub(in crate::cli) fn run(
     console: &mut Console<'_>,
 ) -> Result<(), Failure> {
     let verbs = Verb::ALL.map(Verb::as_str);
-    let mut layers = Layers::new(registry.schema()).with_sections(arguments.verb.as_str(), verbs);
+    // a step is shown as fit runs it
+    let section = if arguments.verb == Verb::Graph { Verb::Fit } else { arguments.verb };
+    let mut layers = Layers::new(registry.schema()).with_sections(section.as_str(), verbs);
     layers = layers.with_class_sections(&["trainer", "callbacks"]);
-    for path in arguments.config.iter().chain(&config_beside_checkpoint(arguments)) {
+    for path in shown(arguments).iter().chain(&arguments.config).chain(&config_beside_checkpoint(arguments)) {
         layers.file(path);
     }
     layers.env(variables);
@@ -48,8 +50,14 @@ pub(in crate::cli) fn run(
     name_options(&mut survey.problems);
     let request =
         RunRequest::new(arguments.verb, survey.settings.clone()).with_generate(arguments.generate.clone());
-    let request = request.with_quantize(arguments.quantize.clone());
+    let request = request.with_quantize(arguments.quantize.clone()).with_show(arguments.show.clone());
     registry.execute(&request, survey).map_err(|error| annotate(&request, error))
+}
+
+/// Of `graph show`: the file that is named, or config.yaml of the run that is.
+fn shown(arguments: &RunArgs) -> Option<PathBuf> {
+    let source = arguments.show.as_ref()?.source.as_ref()?;
+    Some(if source.is_dir() { source.join("config.yaml") } else { source.clone() })
 }
 
 /// Of `generate` and `quantize` without `--config`: that of the run that wrote the checkpoint, `RUN/config.yaml` of `RUN/checkpoints/FILE`.

@@ -30,12 +30,16 @@ pub(in crate::cli) fn completion(
     let keys: BTreeSet<String> = keys(&registry.schema()).into_iter().map(|key| key.key).collect();
     let verbs = command.get_subcommands().map(|verb| verb.get_name().to_owned()).collect::<Vec<_>>();
     let verbs = verbs.into_iter().filter(|verb| Verb::parse(verb).is_some());
+    let with_keys = |verb: clap::Command| {
+        keys.iter().fold(verb, |verb, key| {
+            let hint = if key.ends_with("path") { ValueHint::AnyPath } else { ValueHint::Other };
+            verb.arg(Arg::new(key.clone()).long(key.clone()).value_hint(hint))
+        })
+    };
     let mut command = verbs.fold(command, |command, verb| {
         command.mut_subcommand(verb, |verb| {
-            keys.iter().fold(verb, |verb, key| {
-                let hint = if key.ends_with("path") { ValueHint::AnyPath } else { ValueHint::Other };
-                verb.arg(Arg::new(key.clone()).long(key.clone()).value_hint(hint))
-            })
+            // of `graph`, `show` takes them
+            if verb.has_subcommands() { verb.mut_subcommands(with_keys) } else { with_keys(verb) }
         })
     });
     let mut script = Vec::new();

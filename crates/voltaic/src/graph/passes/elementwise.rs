@@ -88,17 +88,27 @@ struct Meaning {
     number: f64,
 }
 
-/// A node that goes number by number, as a part of a chain; none if it is something else, or its tensors do not lie in memory one number
-/// after the other.
-pub(super) fn of(graph: &Graph, index: usize) -> Option<Member> {
+/// Why a node is no part of a chain.
+pub(super) const OTHER_OPERATOR: &str = "not among the operators that chains have";
+pub(super) const OTHER_DTYPE: &str = "of another dtype than float32 and bfloat16";
+pub(super) const NOT_DENSE: &str = "its tensors do not lie in memory one number after the other";
+pub(super) const NOT_OWN: &str = "it writes memory that was there before the step, or a part of a tensor";
+pub(super) const OTHER_OPERANDS: &str =
+    "its operands are of a dtype, shape or layout that chains do not read";
+
+/// A node that goes number by number, as a part of a chain, or why it is none.
+pub(super) fn of(graph: &Graph, index: usize) -> Result<Member, &'static str> {
     let node = &graph.nodes[index];
-    let Meaning { op, operands, number } = meaning(node)?;
-    let [Operand::Tensor(result)] = node.results[..] else { return None };
-    let result = usize::try_from(result).ok()?;
+    let Meaning { op, operands, number } = meaning(node).ok_or(OTHER_OPERATOR)?;
+    let [Operand::Tensor(result)] = node.results[..] else { return Err(OTHER_OPERATOR) };
+    let result = usize::try_from(result).map_err(|_| OTHER_OPERATOR)?;
     let value = &graph.values[result];
     let len: i64 = value.size.iter().product();
-    if !is_float(value) || !is_dense(value) || len == 0 {
-        return None;
+    if !is_float(value) {
+        return Err(OTHER_DTYPE);
+    }
+    if !is_dense(value) || len == 0 {
+        return Err(NOT_DENSE);
     }
     let writes = operands.first().and_then(|&at| tensor(node, at)).filter(|_| node.writes);
     let buffer = graph.buffer_of(result);
@@ -108,7 +118,7 @@ pub(super) fn of(graph: &Graph, index: usize) -> Option<Member> {
         None => !node.writes && is_new(graph, index, result),
     };
     let operands = operands.iter().map(|&at| access(graph, tensor(node, at)?, result));
-    let operands: Vec<(usize, Access)> = operands.collect::<Option<_>>()?;
+    let operands: Vec<(usize, Access)> = operands.collect::<Option<_>>().ok_or(OTHER_OPERANDS)?;
     let on_one_device = |(operand, access): &(usize, Access)| {
         *access == Access::Repeated(1) && op.is_some()
             || graph.buffer_of(*operand).is_on_cpu == buffer.is_on_cpu
@@ -117,13 +127,16 @@ pub(super) fn of(graph: &Graph, index: usize) -> Option<Member> {
         graph.values[*operand].buffer != value.buffer
             || (*access == Access::Whole && same_place(graph, *operand, result))
     };
-    if !is_own || !operands.iter().all(|read| on_one_device(read) && reads_apart(read)) {
-        return None;
+    if !is_own {
+        return Err(NOT_OWN);
+    }
+    if !operands.iter().all(|read| on_one_device(read) && reads_apart(read)) {
+        return Err(OTHER_OPERANDS);
     }
     let (a, b) = (Source::Operand(0), Source::Operand(operands.len() - 1));
     let steps: Vec<Step> = op.map(|op| Step { op, a, b, number }).into_iter().collect();
     let source = if steps.is_empty() { a } else { Source::Step(0) };
-    Some(Member {
+    Ok(Member {
         node: index,
         steps,
         operands,

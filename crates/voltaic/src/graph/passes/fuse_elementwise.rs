@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::elementwise::{self, Access, Member, Source};
-use super::program::{Chain, Program};
+use super::program::{Chain, Program, Why};
 use super::rows;
 use crate::ffi::PlannedChain;
 use crate::graph::ir::Operand;
@@ -17,15 +17,22 @@ use crate::kernels::{self, ChainOp, ChainStep};
 /// How far an operator may be from the one before it in the chain, in operators that run.
 const MAX_DISTANCE: usize = 64;
 
-/// A node as a part of a chain.
-fn member(program: &Program, index: usize) -> Option<Member> {
-    rows::of(&program.graph, index).or_else(|| elementwise::of(&program.graph, index))
+/// A node as a part of a chain, or why it can be none.
+fn member(program: &Program, index: usize) -> Result<Member, &'static str> {
+    match rows::of(&program.graph, index) {
+        Some(by_row) => by_row,
+        None => elementwise::of(&program.graph, index),
+    }
 }
 
 /// Fuses what can be.
 pub(super) fn run(program: &mut Program) {
     if program.graph.values.iter().any(|value| value.dtype.starts_with("Complex")) {
-        return; // their views may say that numbers are negative, which a recording does not tell
+        // their views may say that numbers are negative, which a recording does not tell
+        let why = Why { what: "a step with complex numbers has no chains", node: None };
+        let nodes: Vec<usize> = (0..program.runs.len()).filter(|&node| program.runs[node]).collect();
+        nodes.into_iter().for_each(|node| note(program, node, why));
+        return;
     }
     let mut users = vec![BTreeSet::new(); program.graph.buffers.len()];
     for node in (0..program.graph.nodes.len()).filter(|node| program.runs[*node]) {
@@ -36,17 +43,33 @@ pub(super) fn run(program: &mut Program) {
         if is_taken[first] || !program.runs[first] {
             continue;
         }
-        let Some(start) = member(program, first) else { continue };
+        let start = match member(program, first) {
+            Ok(start) => start,
+            Err(what) => {
+                note(program, first, Why { what, node: None });
+                continue;
+            }
+        };
         let group = Group::grow(program, start, &is_taken);
         let is_worth_it = group.members.len() > 1 || group.members[0].is_faster_alone();
-        if is_worth_it && let Some(chain) = group.chain(program, &users) {
+        if !is_worth_it {
+            note(program, first, group.end);
+        } else if let Some(chain) = group.chain(program, &users) {
             chain.members.iter().for_each(|&member| is_taken[member] = true);
             let node = chain.planned.node;
             apply(program, chain);
+            note(program, node, group.end);
             note_user(program, node, &mut users);
+        } else {
+            note(program, first, Why { what: "what it writes cannot be told apart", node: None });
         }
     }
     program.chains.sort_by_key(|chain| chain.planned.node);
+}
+
+/// Says why a node is no part of a chain, or a chain that ends there no longer one, if that is asked for.
+fn note(program: &mut Program, node: usize, why: Why) {
+    program.notes.iter_mut().for_each(|notes| _ = notes.whys.insert(node, why));
 }
 
 /// Nodes that run and read or write a buffer, by buffer.
@@ -82,7 +105,12 @@ struct Group {
     writes: BTreeSet<usize>,
     /// Of each buffer: the place that all read and write, number by number; none if it is read otherwise.
     places: BTreeMap<usize, Option<Place>>,
+    /// Why there are no more: the first that was not taken though it reads what they give, else where they had to end.
+    end: Why,
 }
+
+/// Of operators that have nothing to do with a group.
+const UNRELATED: &str = "nothing that chains have works on it in the next 64 operators";
 
 impl Group {
     /// Takes the operators that follow for as long as it is safe.
@@ -93,24 +121,37 @@ impl Group {
             reads: BTreeSet::new(),
             writes: BTreeSet::new(),
             places: BTreeMap::new(),
+            end: Why { what: UNRELATED, node: None },
         };
         group.take(program, start);
-        let mut distance = 0;
+        let (mut distance, mut refused) = (0, None);
         for (index, is_taken) in is_taken.iter().enumerate().skip(first + 1) {
             if !program.runs[index] {
                 continue;
             }
-            let next = (!is_taken).then(|| member(program, index)).flatten();
-            if let Some(next) = next.filter(|next| group.may_take(program, next)) {
-                group.take(program, next);
-                distance = 0;
-                continue;
+            let next = if *is_taken { None } else { member(program, index).ok() };
+            if let Some(next) = next {
+                match group.may_take(program, &next) {
+                    Ok(()) => {
+                        group.take(program, next);
+                        distance = 0;
+                        continue;
+                    }
+                    Err(UNRELATED) => {}
+                    Err(what) => _ = refused.get_or_insert(Why { what, node: Some(index) }),
+                }
             }
             distance += 1;
-            if group.conflicts(program, index) || distance > MAX_DISTANCE {
+            if group.conflicts(program, index) {
+                let what = "used next by";
+                group.end = Why { what, node: Some(index) };
+                break;
+            }
+            if distance > MAX_DISTANCE {
                 break;
             }
         }
+        group.end = refused.unwrap_or(group.end);
         group
     }
 
@@ -122,7 +163,8 @@ impl Group {
             || !writes.is_disjoint(&self.reads)
     }
 
-    fn may_take(&self, program: &Program, next: &Member) -> bool {
+    /// Whether an operator may be the next one, or why not.
+    fn may_take(&self, program: &Program, next: &Member) -> Result<(), &'static str> {
         let place_of = |value: usize| place(program, value);
         let is_related = next.operands.iter().any(|(value, access)| {
             *access == Access::Whole && self.places.get(&place_of(*value).0) == Some(&Some(place_of(*value)))
@@ -139,13 +181,16 @@ impl Group {
         let row = self.row();
         let registers: usize = self.members.iter().chain([next]).map(Member::registers).sum();
         let numbers = registers * row.or(next.row).unwrap_or(0) as usize;
-        next.len == self.members[0].len
-            && (row.is_none() || next.row.is_none() || row == next.row)
-            && is_related
-            && may_read
-            && may_write
-            && registers <= kernels::Chain::REGISTERS
-            && numbers <= kernels::Chain::ROWS
+        let is_row_same = row.is_none() || next.row.is_none() || row == next.row;
+        let rules = [
+            (is_related, UNRELATED),
+            (next.len == self.members[0].len, "another number of elements in"),
+            (is_row_same, "rows of another length in"),
+            (may_read && may_write, "the same memory in another order in"),
+            (registers <= kernels::Chain::REGISTERS, "as long as chains can be, without"),
+            (numbers <= kernels::Chain::ROWS, "rows too long for the first cache with"),
+        ];
+        rules.into_iter().find(|(holds, _)| !holds).map_or(Ok(()), |(_, what)| Err(what))
     }
 
     /// Numbers of a row, if a member goes by rows.

@@ -23,6 +23,7 @@ use super::ir::Graph;
 use crate::accelerator::RuntimeFlags;
 use crate::ffi;
 
+use program::Notes;
 pub(super) use program::Program;
 
 /// Which passes run.
@@ -61,10 +62,11 @@ impl Passes {
 /// Name of a pass, whether it is on, and what it does.
 type Pass = (&'static str, bool, fn(&mut Program));
 
-/// Runs the passes over a recording.
-pub(super) fn run(graph: &Graph, passes: Passes) -> Program {
+/// Runs the passes over a recording. If `notes` are asked for, the program has what they say of single operators.
+pub(super) fn run(graph: &Graph, passes: Passes, notes: bool) -> Program {
     let mut program = Program::of(graph.clone());
     dead_code::run(&mut program);
+    program.notes = notes.then(Notes::default);
     let later: [Pass; 4] = [
         ("common_subexpressions", passes.common_subexpressions, common_subexpressions::run),
         ("concatenations", passes.concatenations, concatenations::run),
@@ -78,7 +80,11 @@ pub(super) fn run(graph: &Graph, passes: Passes) -> Program {
             debug_assert!(false, "{name}: {problem}");
             tracing::error!("compile: the pass {name} is left out, since its result is wrong: {problem}");
             program = before;
+            continue;
         }
+        let Program { notes: Some(notes), runs, .. } = &mut program else { continue };
+        let left_out = (0..runs.len()).filter(|&node| before.runs[node] && !runs[node]);
+        notes.left_out.extend(left_out.map(|node| (node, name)));
     }
     program
 }

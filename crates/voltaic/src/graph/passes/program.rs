@@ -1,6 +1,6 @@
 //! A recording on its way through the passes.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::ffi::PlannedChain;
 use crate::graph::ir::{Graph, Operand};
@@ -24,6 +24,25 @@ pub(in crate::graph) struct Program {
     pub(in crate::graph) moved: Vec<usize>,
     /// Results in the memory of operands.
     pub(in crate::graph) num_in_place: usize,
+    /// What the passes say of it, if that is asked for.
+    pub(in crate::graph) notes: Option<Notes>,
+}
+
+/// Why an operator is no part of a chain, or a chain is not longer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::graph) struct Why {
+    pub(in crate::graph) what: &'static str,
+    /// The operator that is in the way.
+    pub(in crate::graph) node: Option<usize>,
+}
+
+/// What passes say of single operators, by node.
+#[derive(Debug, Clone, Default)]
+pub(in crate::graph) struct Notes {
+    /// The pass that has left an operator out.
+    pub(in crate::graph) left_out: BTreeMap<usize, &'static str>,
+    /// Of operators that run by themselves, and of the last ones of chains.
+    pub(in crate::graph) whys: BTreeMap<usize, Why>,
 }
 
 /// Operators element by element that run as one.
@@ -47,6 +66,7 @@ impl Program {
             moved: Vec::new(),
             num_joined: 0,
             num_in_place: 0,
+            notes: None,
         }
     }
 

@@ -2,13 +2,14 @@
 //! ones that a norm goes over.
 
 use super::elementwise::{
-    Access, Member, Source, Step, access, constant, is_dense, is_float, is_new, number, tensor,
+    Access, Member, NOT_DENSE, OTHER_OPERANDS, Source, Step, access, constant, is_dense, is_float, is_new,
+    number, tensor,
 };
 use crate::graph::ir::{Graph, Node, Operand};
 use crate::kernels::{Chain, ChainOp};
 
-/// A node that goes by rows; none if it is another one, or its tensors do not lie in memory one number after the other.
-pub(super) fn of(graph: &Graph, index: usize) -> Option<Member> {
+/// A node that goes by rows, or why it is no part of a chain; none if it is another one.
+pub(super) fn of(graph: &Graph, index: usize) -> Option<Result<Member, &'static str>> {
     let node = &graph.nodes[index];
     let softmax = |op| Rows::new(graph, index, 0)?.softmax(constant(node, 1)?, op);
     let gradient = |op| Rows::new(graph, index, 0)?.softmax_backward(constant(node, 2)?, op);
@@ -20,18 +21,25 @@ pub(super) fn of(graph: &Graph, index: usize) -> Option<Member> {
         "_softmax_backward_data" => gradient(ChainOp::SoftmaxBackward),
         "_log_softmax_backward_data" => gradient(ChainOp::LogSoftmaxBackward),
         "nll_loss_backward" => Rows::new(graph, index, 1)?.nll_backward(),
-        _ => None,
-    }?;
+        _ => return None,
+    };
+    Some(member.ok_or(OTHER_OPERANDS).and_then(|member| check(graph, index, member)))
+}
+
+/// Whether a chain can have it.
+fn check(graph: &Graph, index: usize, member: Member) -> Result<Member, &'static str> {
     let on_cpu = |value: usize| graph.buffer_of(value).is_on_cpu;
-    let device = on_cpu(member.operands.first()?.0);
+    let device = member.operands.first().map(|(value, _)| on_cpu(*value));
+    if !member.row.is_some_and(|row| row > 1 && member.registers() * row as usize <= Chain::ROWS) {
+        return Err("its rows are too long for the first cache, or have one number");
+    }
     let fits = member.len > 0
-        && member.row.is_some_and(|row| row > 1 && member.registers() * row as usize <= Chain::ROWS)
         && member.operands.iter().all(|(value, access)| {
             let is_known = is_whole(graph, *value) || *access == Access::ByRow && is_integer(graph, *value);
-            is_known && on_cpu(*value) == device
+            is_known && Some(on_cpu(*value)) == device
         })
         && member.results.iter().all(|(value, ..)| is_whole(graph, *value) && is_new(graph, index, *value));
-    fits.then_some(member)
+    if fits { Ok(member) } else { Err(NOT_DENSE) }
 }
 
 fn is_whole(graph: &Graph, value: usize) -> bool {

@@ -287,6 +287,11 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let adds = graphs.iter().any(|graph| graph.uses_named(GRADIENT));
         let graph = step.compile(graphs, &inputs, self.graphs.passes)?;
+        graph::label_shown(graph.plan_stats().count(), || {
+            let sizes: Vec<&Vec<i64>> = signature.inputs.iter().map(|input| &input.size).collect();
+            let adds = if adds { ", which adds to gradients" } else { "" };
+            format!("training_step of a batch of {sizes:?}{adds}")
+        });
         for stats in graph.plan_stats() {
             tracing::info!(
                 "captured training_step for {:?}: {} operators, {} replayed in {} KiB",
@@ -402,6 +407,7 @@ impl<M: LightningModule> Session<'_, M> {
             let Some(before) = before else { return Ok(Update::Seen(prepared, captured.into_seen(graphs))) };
             before.check_same(&graphs)?;
             let graph = captured.compile(graphs, &[], passes)?;
+            graph::label_shown(graph.plan_stats().count(), || "clipping and the optimizer step".to_owned());
             for stats in graph.plan_stats() {
                 let (all, replayed) = (stats.num_nodes, stats.num_calls);
                 tracing::info!(
