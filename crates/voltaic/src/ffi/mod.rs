@@ -9,6 +9,7 @@ mod activities;
 mod autograd;
 mod check;
 mod device;
+mod exit;
 mod files;
 mod graph;
 mod kernels;
@@ -45,6 +46,7 @@ pub use device::hpu::{
     HpuOptions, MAX_HPUS, adopt_hpu_plugin, compare_hpu_operators, hpu_copied_outputs, init_hpu_emulator,
 };
 pub use device::pool::{PeakReset, Pool, PoolBlock, PoolStats};
+pub use exit::at_exit;
 pub use files::buffer::{AlignedBuffer, DIRECT_ALIGN};
 pub use files::engine::{FileBackend, FileEngine, FileOptions};
 pub use files::transfer::{NamedFile, Transfer};

@@ -6,6 +6,7 @@ use tch::Tensor;
 
 use super::ir::Graph;
 use super::metrics;
+use super::metrics_dump::dump_metrics_if_asked;
 use super::passes::{self, Passes};
 use super::plan::{PlanStats, plan};
 use super::show;
@@ -74,6 +75,7 @@ impl Segment {
         if let Some(problem) = graph.problem() {
             return Err(problem.into());
         }
+        dump_metrics_if_asked();
         let timer = metrics::Compilation::start();
         let program = passes::run(&graph, passes, show::is_asked());
         let shown = program.notes.is_some().then(|| program.clone());

@@ -32,6 +32,7 @@ mod hpu_graph;
 mod ir;
 mod known;
 mod metrics;
+mod metrics_dump;
 mod modules;
 mod passes;
 mod places;
@@ -63,8 +64,12 @@ pub(crate) use hpu_graph::{
     MadeInCapture, forbid_replayed_steps, note_optimizer_step, replayed_steps, take_replayed_steps,
 };
 pub use ir::{Buffer, Graph, Node, Operand, Value};
-pub use metrics::{GraphMetrics, graph_metrics, metric_global, reset_metrics};
+pub use metrics::{
+    GraphMetrics, LocalMetric, graph_metrics, metric_global, metric_localcontext, reset_metrics,
+};
 pub(crate) use metrics::{count_fallback, count_hit, count_miss};
+pub(crate) use metrics_dump::dump_metrics_if_asked;
+pub use metrics_dump::{MetricsFormat, metrics_dump};
 pub(crate) use modules::ModuleGraphs;
 pub(crate) use passes::Passes;
 pub(crate) use places::{any_within, copy_of, fill, numbered, placeholder_for};

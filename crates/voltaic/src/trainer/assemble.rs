@@ -12,6 +12,7 @@ use crate::device::Device;
 use crate::distributed::{World, keep_notice};
 use crate::error::{ConfigError, ConfigProblem, Result};
 use crate::ffi::{self, DeterministicMode};
+use crate::graph::dump_metrics_if_asked;
 use crate::logger::{Logger, Loggers, RunFolders};
 use crate::module::{Hardware, Logging, MetricStore, Position, Requests, RunFacts};
 use crate::precision::{GradScaler, LossScale, Precision};
@@ -126,6 +127,7 @@ pub(crate) fn assemble(
     accelerator.setup()?;
     ffi::install_host_pool()?;
     ffi::install_kernels()?;
+    dump_metrics_if_asked();
     set_up_libtorch(&plan)?;
     let run_folders = folders_of_runs(config, &parts, &plan);
     let facts = build_loggers(config, &mut parts, &plan, &world)?;

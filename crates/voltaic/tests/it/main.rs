@@ -67,6 +67,7 @@ mod graph;
 mod graph_blocks;
 mod graph_conditions;
 mod graph_first_step;
+mod graph_metrics;
 mod graph_modules;
 mod graph_show;
 mod hangs;

@@ -44,7 +44,7 @@ const NO_EFFECT: &str = "none on emulated HPUs";
 const HANDED_ON: &str = "none on emulated HPUs; handed to the plugin";
 
 #[rustfmt::skip]
-const FLAGS: [Flag; 36] = [
+const FLAGS: [Flag; 42] = [
     Flag { name: "VOLTAIC_HPU", kind: Kind::Word(&["auto", "gaudi", "emulator"]), default: "auto", effect: "what hpu means; auto: Gaudi cards if there are any, else emulated ones" },
     Flag { name: "VOLTAIC_HPU_GENERATION", kind: Kind::Word(&["gaudi", "gaudi2", "gaudi3"]), default: "gaudi2", effect: "generation of the emulated cards: their memory and dtypes" },
     Flag { name: "VOLTAIC_HPU_DEVICES", kind: Kind::Number(1, MAX_HPUS as u64), default: "8", effect: "number of emulated cards" },
@@ -80,18 +80,18 @@ const FLAGS: [Flag; 36] = [
     Flag { name: "PT_HPU_DISABLE_concatenations", kind: Kind::Switch, default: "0", effect: "1: compile concatenates gradients of attention after they are computed" },
     Flag { name: "PT_HPU_DISABLE_fuse_elementwise", kind: Kind::Switch, default: "0", effect: "1: compile runs operators element by element and row by row one after the other" },
     Flag { name: "PT_HPU_DISABLE_in_place", kind: Kind::Switch, default: "0", effect: "1: compile gives all results memory of their own" },
+    Flag { name: "PT_HPU_METRICS_FILE", kind: Kind::Text, default: "none", effect: "file that counts of graphs are written to" },
+    Flag { name: "HABANA_PT_METRICS_FILE", kind: Kind::Text, default: "none", effect: "older name of PT_HPU_METRICS_FILE" },
+    Flag { name: "PT_HPU_METRICS_FILE_FORMAT", kind: Kind::Word(&["json", "text"]), default: "json", effect: "how that file is written" },
+    Flag { name: "PT_HPU_METRICS_DUMP_TRIGGERS", kind: Kind::Text, default: "process_exit", effect: "when: process_exit, mark_step, metric_change, user, with commas between them" },
+    Flag { name: "PT_HPU_METRICS_GC_DETAILS", kind: Kind::Switch, default: "0", effect: "1: graph_compilation lists each graph with its time" },
+    Flag { name: "PT_HPU_ENABLE_CACHE_METRICS", kind: Kind::Switch, default: "1", effect: "none on emulated HPUs: recipe_cache is always counted" },
     Flag { name: "GC_KERNEL_PATH", kind: Kind::Text, default: "searched for", effect: "libtpc_kernels.so; set before the plugin is loaded" },
 ];
 
 /// Variables of Habana's software that are not supported, whatever they say, and why.
 #[rustfmt::skip]
-const NOT_SUPPORTED: [(&str, &str); 15] = [
-    ("PT_HPU_METRICS_FILE", METRICS),
-    ("HABANA_PT_METRICS_FILE", METRICS),
-    ("PT_HPU_METRICS_FILE_FORMAT", METRICS),
-    ("PT_HPU_METRICS_DUMP_TRIGGERS", METRICS),
-    ("PT_HPU_METRICS_GC_DETAILS", METRICS),
-    ("PT_HPU_ENABLE_CACHE_METRICS", METRICS),
+const NOT_SUPPORTED: [(&str, &str); 9] = [
     ("PT_RECIPE_CACHE_PATH", RECIPE_CACHE),
     ("PT_CACHE_FOLDER_DELETE", RECIPE_CACHE),
     ("PT_CACHE_FOLDER_SIZE_MB", RECIPE_CACHE),
@@ -103,7 +103,6 @@ const NOT_SUPPORTED: [(&str, &str); 15] = [
     ("PT_HPU_EMULATE_DISTRIBUTED_SINGLE_RANK", PYTHON),
 ];
 
-const METRICS: &str = "Habana's Python package writes it; use a logger, or trainer.profiler=hpu";
 const RECIPE_CACHE: &str = "PT_HPU_RECIPE_CACHE_CONFIG has taken its place";
 const PYTHON: &str = "it is for Habana's Python package";
 
@@ -231,15 +230,25 @@ impl RuntimeFlags {
 
     /// Whether `PT_HPU_DISABLE_<pass>` of this process's environment leaves out a pass of compile.
     pub(crate) fn disables(pass: &str) -> bool {
-        let name = format!("PT_HPU_DISABLE_{pass}");
-        debug_assert!(Self::known().contains(&&*name), "{name} is not in the table of flags");
-        let value = env::var(&name).ok();
-        value.is_some_and(|value| {
-            switch(value.trim()).unwrap_or_else(|| {
-                tracing::warn!("{name}=`{value}` is not {}; it is left out of account", Kind::Switch);
-                false
-            })
-        })
+        Self::is_on(&format!("PT_HPU_DISABLE_{pass}"))
+    }
+
+    /// Whether a switch of this process's environment is on.
+    pub(crate) fn is_on(name: &str) -> bool {
+        Self::of_env(name).and_then(|value| switch(&value)).unwrap_or(false)
+    }
+
+    /// A flag of this process's environment, without blanks around it; none if it is not set, or is malformed, which a warning says.
+    pub(crate) fn of_env(name: &str) -> Option<String> {
+        let flag = FLAGS.iter().find(|flag| flag.name == name);
+        debug_assert!(flag.is_some(), "{name} is not in the table of flags");
+        let value = env::var(name).ok()?.trim().to_owned();
+        let kind = flag?.kind;
+        if !kind.accepts(&value) {
+            tracing::warn!("{name}=`{value}` is not {kind}; it is left out of account");
+            return None;
+        }
+        Some(value)
     }
 
     /// `NAME=value` of the flags that are set and do nothing on emulated HPUs. They compute at once, as with lazy mode 0.
@@ -408,7 +417,7 @@ mod tests {
             "PT_HPU_LAZY_MODE",
             "PT_HPU_AUTOLOAD",
             "HABANA_VISIBLE_DEVICES",
-            "PT_HPU_METRICS_FILE",
+            "PT_HPU_WEIGHT_SHARING",
             "HABANA_QX",
             "PATH",
             "HABANALABS",
@@ -419,7 +428,7 @@ mod tests {
             "HABANA_QX is unknown",
             "PT_HPU_AUTOLOAD is not supported: it is for Habana's Python package",
             "PT_HPU_LAZYMODE is unknown; did you mean PT_HPU_LAZY_MODE",
-            "PT_HPU_METRICS_FILE is not supported: Habana's Python package writes it",
+            "PT_HPU_WEIGHT_SHARING is not supported: it is for Habana's Python package",
         ]) {
             assert!(found.starts_with(expected), "{found}");
         }
