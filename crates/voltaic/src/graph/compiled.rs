@@ -75,7 +75,7 @@ impl Segment {
         if let Some(problem) = graph.problem() {
             return Err(problem.into());
         }
-        dump_metrics_if_asked();
+        dump_metrics_if_asked(None);
         let timer = metrics::Compilation::start();
         let program = passes::run(&graph, passes, show::is_asked());
         let shown = program.notes.is_some().then(|| program.clone());

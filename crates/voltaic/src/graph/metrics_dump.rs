@@ -33,10 +33,15 @@ struct Saver {
     file: Mutex<Option<File>>,
 }
 
+/// That of this process among several, if a trainer has said so.
+static RANK: OnceLock<usize> = OnceLock::new();
+
 static SAVER: OnceLock<Option<Saver>> = OnceLock::new();
 
-/// From now on metrics are dumped as the environment asks for it: called when a device is set up, and when there is a graph.
-pub(crate) fn dump_metrics_if_asked() {
+/// From now on metrics are dumped as the environment asks for it: called when a device is set up, with the rank if there are several, and
+/// when there is a graph.
+pub(crate) fn dump_metrics_if_asked(rank: Option<usize>) {
+    rank.into_iter().for_each(|rank| _ = RANK.set(rank));
     let saver = SAVER.get_or_init(Saver::of_env);
     if let Some(saver) = saver
         && LISTENER.set(changed).is_ok()
@@ -113,8 +118,9 @@ impl Saver {
 
 /// With the rank before the ending.
 fn with_rank(path: &Path) -> PathBuf {
-    let rank = ["RANK", "OMPI_COMM_WORLD_RANK"].into_iter().find_map(|name| std::env::var(name).ok());
-    let Some(rank) = rank else { return path.to_owned() };
+    let of_trainer = RANK.get().map(ToString::to_string);
+    let of_env = || ["RANK", "OMPI_COMM_WORLD_RANK"].into_iter().find_map(|name| std::env::var(name).ok());
+    let Some(rank) = of_trainer.or_else(of_env) else { return path.to_owned() };
     let stem = path.file_stem().unwrap_or_default().to_string_lossy();
     let ending = path.extension().map(|ending| format!(".{}", ending.to_string_lossy())).unwrap_or_default();
     path.with_file_name(format!("{stem}-rank{rank}{ending}"))

@@ -127,7 +127,7 @@ pub(crate) fn assemble(
     accelerator.setup()?;
     ffi::install_host_pool()?;
     ffi::install_kernels()?;
-    dump_metrics_if_asked();
+    dump_metrics_if_asked((world.world_size > 1).then_some(world.rank));
     set_up_libtorch(&plan)?;
     let run_folders = folders_of_runs(config, &parts, &plan);
     let facts = build_loggers(config, &mut parts, &plan, &world)?;

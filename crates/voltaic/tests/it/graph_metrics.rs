@@ -152,3 +152,20 @@ fn metrics_are_dumped_when_the_environment_says_so() {
     let text = std::fs::read_to_string(at("metrics-rank2.json")).unwrap();
     assert_eq!(text.matches("Metric name: ").count(), 4, "{text}");
 }
+
+#[test]
+fn each_rank_has_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let fit = "fit --model=LeNet --data=MnistData --data.batch_size=2 --trainer.max_steps=1 --trainer.limit_val_batches=0 \
+               --trainer.accelerator=cpu --trainer.devices=2 --trainer.strategy=ddp";
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_voltaic"))
+        .args(fit.split_whitespace())
+        .current_dir(folder.path())
+        .env("PT_HPU_METRICS_FILE", "metrics.json")
+        .output()
+        .unwrap();
+    text_of(&output);
+    for rank in 0..2 {
+        assert_eq!(json(&folder.path().join(format!("metrics-rank{rank}.json"))).len(), 4);
+    }
+}
