@@ -12,6 +12,7 @@ mod fp8_inference;
 mod getting_started;
 mod graph_step;
 mod hmp_op_lists;
+mod how_to;
 mod hpu_deepspeed;
 mod hpu_deepspeed_inference;
 mod hpu_graphs_dynamic;
