@@ -14,6 +14,14 @@ fn it_is_what_readme_prints() {
     assert_eq!(code, printed);
 }
 
+/// The first page of rustdoc and of a registry.
+#[test]
+fn the_crate_has_the_same_readme() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let [own, whole] = ["README.md", "../../README.md"].map(|file| std::fs::read_to_string(root.join(file)));
+    assert_eq!(own.unwrap(), whole.unwrap());
+}
+
 #[test]
 fn it_trains() {
     let ran = run("getting_started", "");

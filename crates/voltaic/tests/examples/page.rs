@@ -267,12 +267,43 @@ fn every_program_stands_on_the_page() {
     }
 }
 
+/// What GitHub makes of a heading, to link to it.
+fn anchor(heading: &str) -> String {
+    let kept = heading.trim().to_lowercase().replace(' ', "-");
+    kept.chars().filter(|c| c.is_alphanumeric() || "-_".contains(*c)).collect()
+}
+
+fn anchors(page: &str) -> BTreeSet<String> {
+    let outside_of_code = page.split("\n```").step_by(2);
+    let lines = outside_of_code.flat_map(str::lines).filter(|line| line.starts_with('#'));
+    lines.map(|line| anchor(line.trim_start_matches('#'))).collect()
+}
+
 #[test]
-fn links_of_the_page_lead_somewhere() {
-    let page = page();
-    let targets = page.split("](").skip(1).filter_map(|rest| rest.split(')').next());
-    for target in targets.filter(|target| !target.starts_with("http") && !target.starts_with('#')) {
-        let file = target.split('#').next().unwrap_or(target);
-        assert!(root().join("docs").join(file).exists(), "{target}");
+fn links_of_all_pages_lead_somewhere() {
+    let docs = fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().path());
+    let mut pages: Vec<PathBuf> =
+        docs.filter(|path| path.extension().is_some_and(|end| end == "md")).collect();
+    pages.extend(
+        ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"].map(|name| root().join(name)),
+    );
+    assert!(pages.len() > 20, "{pages:?}");
+    let mut problems = Vec::new();
+    for path in &pages {
+        let page = fs::read_to_string(path).unwrap();
+        let targets = page.split("](").skip(1).filter_map(|rest| rest.split(')').next());
+        for target in targets.filter(|target| !target.starts_with("http")) {
+            let (file, heading) = target.split_once('#').unwrap_or((target, ""));
+            let there = if file.is_empty() { path.clone() } else { path.with_file_name("").join(file) };
+            let is_page = there.extension().is_some_and(|end| end == "md");
+            let has_heading = heading.is_empty() || !is_page || {
+                fs::read_to_string(&there).is_ok_and(|page| anchors(&page).contains(heading))
+            };
+            if !there.exists() || !has_heading {
+                problems.push(format!("{}: {target}", path.display()));
+            }
+        }
     }
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+    assert_eq!(anchor(" `last` and `best`"), "last-and-best");
 }
