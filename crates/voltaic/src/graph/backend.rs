@@ -7,6 +7,8 @@ use std::sync::Once;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::metrics::count_fallback;
+use crate::accelerator::RuntimeFlags;
 use crate::config::nearest;
 use crate::error::{Error, GraphError, Problem, Result};
 
@@ -51,6 +53,18 @@ impl CompileBackend {
                 tracing::warn!("*** Usage of deprecated backend! Please use hpu_backend. ***");
             });
         }
+    }
+}
+
+/// Counts that code runs without a graph.
+///
+/// # Errors
+/// With a backend the error itself, if `PT_HPU_USE_EAGER_FALLBACK=0` forbids that.
+pub(crate) fn fall_back(backend: Option<CompileBackend>, error: &GraphError) -> Result<()> {
+    count_fallback(error);
+    match backend {
+        Some(_) if RuntimeFlags::is_off("PT_HPU_USE_EAGER_FALLBACK") => Err(error.clone().into()),
+        _ => Ok(()),
     }
 }
 

@@ -6,7 +6,7 @@ use std::fmt;
 
 use tch::Tensor;
 
-use super::backend::{CompileBackend, RECOMPILE_LIMIT};
+use super::backend::{CompileBackend, RECOMPILE_LIMIT, fall_back};
 use super::call::{Call, CallGraphs, CapturedCall, Outputs};
 use super::capture::is_capturing;
 use super::metrics;
@@ -297,7 +297,7 @@ impl GraphCache {
                 return Ok(None);
             }
             Err(Error::Graph(error @ GraphError::ShapeChanged { is_undone: true, .. })) => {
-                self.refuse(&error);
+                self.refuse(&error)?;
                 return Ok(None);
             }
             Err(error) => return Err(error),
@@ -332,7 +332,7 @@ impl GraphCache {
                 let is_checked = self.graphs.iter().any(|entry| entry.key == key);
                 self.graphs.push(Entry { key, call, is_checked });
             }
-            Err(Error::Graph(error)) => self.refuse(&error),
+            Err(Error::Graph(error)) => self.refuse(&error)?,
             Err(error) => return Err(error.into()),
         }
         Ok(results)
@@ -352,18 +352,19 @@ impl GraphCache {
         self.note_sizes(key);
         match checked {
             Ok(()) => self.graphs[index].is_checked = true,
-            Err(Error::Graph(error)) => self.refuse(&error),
+            Err(Error::Graph(error)) => self.refuse(&error)?,
             Err(error) => return Err(error.into()),
         }
         Ok(results)
     }
 
-    /// There are no graphs from now on.
-    fn refuse(&mut self, error: &GraphError) {
+    /// There are no graphs from now on; an error if that is forbidden.
+    fn refuse(&mut self, error: &GraphError) -> Result<()> {
+        fall_back(self.options.backend, error)?;
         tracing::warn!("{} runs without graphs: {error}", self.module);
-        metrics::count_fallback(error);
         self.refusal = Some(error.to_string());
         self.clear();
+        Ok(())
     }
 
     /// Which dimensions have other sizes than in the call before.

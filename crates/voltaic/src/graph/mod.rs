@@ -46,7 +46,7 @@ mod wrap;
 pub use crate::ffi::ReplayStats;
 pub use crate::nn::{Callable, TensorTuple};
 pub use backend::CompileBackend;
-pub(crate) use backend::RECOMPILE_LIMIT;
+pub(crate) use backend::{RECOMPILE_LIMIT, fall_back};
 pub use cache::{Buckets, CacheStats, CachedGraphs};
 pub(crate) use capture::{Capture, scope_by_fqn};
 pub use capture::{Scope, is_capturing, mark_step, refuse_capture, scope};
@@ -67,7 +67,7 @@ pub use ir::{Buffer, Graph, Node, Operand, Value};
 pub use metrics::{
     GraphMetrics, LocalMetric, graph_metrics, metric_global, metric_localcontext, reset_metrics,
 };
-pub(crate) use metrics::{count_fallback, count_hit, count_miss};
+pub(crate) use metrics::{count_hit, count_miss};
 pub(crate) use metrics_dump::dump_metrics_if_asked;
 pub use metrics_dump::{MetricsFormat, metrics_dump};
 pub(crate) use modules::ModuleGraphs;

@@ -11,7 +11,7 @@ use voltaic::optim::{Optimizers, Sgd};
 use voltaic::{Kind, Module, Tensor};
 
 use crate::generation::voltaic;
-use crate::probe::silent;
+use crate::probe::{own_process, plays, silent, text_of};
 use crate::rng::seeded;
 
 fn show(folder: &Path, arguments: &[&str]) -> (String, String) {
@@ -187,4 +187,17 @@ fn a_step_that_cannot_be_compiled_says_why() {
     let _rng = seeded(3);
     let error = shown_graphs(false).unwrap_err().to_string();
     assert!(error.contains("graph show") && error.contains("aten::masked_select"), "{error}");
+}
+
+#[test]
+fn a_fallback_can_be_forbidden() {
+    if !plays("no fallback") {
+        text_of(&own_process("no fallback").env("PT_HPU_USE_EAGER_FALLBACK", "0").output().unwrap());
+        return;
+    }
+    let error = shown_graphs(false).unwrap_err().to_string();
+    assert!(
+        error.contains("aten::masked_select in or after `net`") && !error.contains("graph show"),
+        "{error}"
+    );
 }

@@ -44,7 +44,7 @@ const NO_EFFECT: &str = "none on emulated HPUs";
 const HANDED_ON: &str = "none on emulated HPUs; handed to the plugin";
 
 #[rustfmt::skip]
-const FLAGS: [Flag; 42] = [
+const FLAGS: [Flag; 43] = [
     Flag { name: "VOLTAIC_HPU", kind: Kind::Word(&["auto", "gaudi", "emulator"]), default: "auto", effect: "what hpu means; auto: Gaudi cards if there are any, else emulated ones" },
     Flag { name: "VOLTAIC_HPU_GENERATION", kind: Kind::Word(&["gaudi", "gaudi2", "gaudi3"]), default: "gaudi2", effect: "generation of the emulated cards: their memory and dtypes" },
     Flag { name: "VOLTAIC_HPU_DEVICES", kind: Kind::Number(1, MAX_HPUS as u64), default: "8", effect: "number of emulated cards" },
@@ -80,6 +80,7 @@ const FLAGS: [Flag; 42] = [
     Flag { name: "PT_HPU_DISABLE_concatenations", kind: Kind::Switch, default: "0", effect: "1: compile concatenates gradients of attention after they are computed" },
     Flag { name: "PT_HPU_DISABLE_fuse_elementwise", kind: Kind::Switch, default: "0", effect: "1: compile runs operators element by element and row by row one after the other" },
     Flag { name: "PT_HPU_DISABLE_in_place", kind: Kind::Switch, default: "0", effect: "1: compile gives all results memory of their own" },
+    Flag { name: "PT_HPU_USE_EAGER_FALLBACK", kind: Kind::Switch, default: "1", effect: "0: what compile cannot capture is an error, and does not run as usual" },
     Flag { name: "PT_HPU_METRICS_FILE", kind: Kind::Text, default: "none", effect: "file that counts of graphs are written to" },
     Flag { name: "HABANA_PT_METRICS_FILE", kind: Kind::Text, default: "none", effect: "older name of PT_HPU_METRICS_FILE" },
     Flag { name: "PT_HPU_METRICS_FILE_FORMAT", kind: Kind::Word(&["json", "text"]), default: "json", effect: "how that file is written" },
@@ -236,6 +237,11 @@ impl RuntimeFlags {
     /// Whether a switch of this process's environment is on.
     pub(crate) fn is_on(name: &str) -> bool {
         Self::of_env(name).and_then(|value| switch(&value)).unwrap_or(false)
+    }
+
+    /// Whether a switch of this process's environment is off though it is on unless set.
+    pub(crate) fn is_off(name: &str) -> bool {
+        Self::of_env(name).and_then(|value| switch(&value)).is_some_and(|is_on| !is_on)
     }
 
     /// A flag of this process's environment, without blanks around it; none if it is not set, or is malformed, which a warning says.

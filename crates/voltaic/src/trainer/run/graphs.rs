@@ -179,8 +179,7 @@ impl<M: LightningModule> Session<'_, M> {
             None => ready.graph.replay(Some(inputs)),
         };
         if let Err(Error::Graph(error @ GraphError::ShapeChanged { is_undone: true, .. })) = &replayed {
-            graph::count_fallback(error);
-            self.graphs.refuse(&error.to_string());
+            self.graphs.fall_back(error)?;
             return Ok(None);
         }
         replayed?;
@@ -253,8 +252,7 @@ impl<M: LightningModule> Session<'_, M> {
         match ready {
             Ok(()) => {}
             Err(Error::Graph(error)) => {
-                graph::count_fallback(&error);
-                self.graphs.refuse(&error.to_string());
+                self.graphs.fall_back(&error)?;
             }
             Err(error) => return Err(error),
         }
@@ -420,7 +418,7 @@ impl<M: LightningModule> Session<'_, M> {
             (Ok(update), Some((ready, _))) => ready.update = update,
             (Ok(_), None) => {}
             (Err(Error::Graph(error)), _) => {
-                graph::count_fallback(&error);
+                self.graphs.fall_back_in_update(&error)?;
                 self.refuse_update(&error.to_string());
             }
             (Err(error), _) => return Err(error),

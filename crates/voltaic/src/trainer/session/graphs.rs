@@ -2,10 +2,11 @@
 
 use tch::Tensor;
 
+use crate::error::{GraphError, Result};
 use crate::ffi::TensorList;
 use crate::graph::{
     CompileBackend, CompiledGraph, Conditions, FirstCapture, InputSignature, ModuleGraphs, Passes,
-    RECOMPILE_LIMIT,
+    RECOMPILE_LIMIT, fall_back,
 };
 use crate::module::{Logged, NamedTensors};
 use crate::nn::{ModeNumbers, ModuleKind};
@@ -157,6 +158,18 @@ impl StepGraphs {
             (Some((_, GraphState::Ready(ready))), Some(params)) => Some((ready, params)),
             _ => None,
         }
+    }
+
+    /// The same for what cannot be captured or replayed; an error if compile may not do without.
+    pub(crate) fn fall_back(&mut self, error: &GraphError) -> Result<()> {
+        fall_back(self.compile, error)?;
+        self.refuse(&error.to_string());
+        Ok(())
+    }
+
+    /// Counts an update that runs as usual; an error if compile may not do so.
+    pub(crate) fn fall_back_in_update(&self, error: &GraphError) -> Result<()> {
+        fall_back(self.compile, error)
     }
 
     /// Ends the use of graphs in this fit.
