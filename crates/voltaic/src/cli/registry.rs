@@ -294,14 +294,19 @@ impl Registry {
         properties.insert(
             "weights".to_owned(),
             json!({
-                "description": "Weights that a fit begins with: a checkpoint or a file of weights, or `path` and `strict`; with \
-                                `strict: false` names may be on one side only.",
+                "description": "Weights that a fit begins with: a checkpoint or a file of weights, or a path and how strict.",
                 "anyOf": [
                     {"type": ["string", "null"]},
                     {
                         "type": "object",
-                        "properties": {"path": {"type": "string"}, "strict": {"type": "boolean", "default": true}},
-                        "required": ["path"],
+                        "properties": {
+                            "path": {"description": "The checkpoint or file of weights.", "type": "string"},
+                            "strict": {
+                                "description": "All names must be on both sides.",
+                                "type": "boolean",
+                                "default": true,
+                            },
+                        },
                         "additionalProperties": false,
                     },
                 ],

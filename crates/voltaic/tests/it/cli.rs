@@ -399,7 +399,7 @@ fn print_config_prints_everything_and_runs_nothing() {
         ended.out,
         "seed_everything: true\ntrainer:\n  max_epochs: 10\n  accelerator: auto\nmodel:\n  class_path: Net\n  \
          init_args:\n    width: 3\n    outcome: success\ndata:\n  class_path: Digits\n  init_args:\n    \
-         batch_size: 64\nckpt_path: null\n"
+         batch_size: 64\nckpt_path: null\nweights: null\n"
     );
     assert!(ended.log.is_empty(), "{:?}", ended.log);
     let short = run(&["fit", "--print_config=skip_default", "--data=Digits", "--model.width=3"]);
