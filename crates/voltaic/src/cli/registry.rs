@@ -300,7 +300,11 @@ impl Registry {
                     {
                         "type": "object",
                         "properties": {
-                            "path": {"description": "The checkpoint or file of weights.", "type": "string"},
+                            "path": {
+                                "description": "The checkpoint or file of weights.",
+                                "type": ["string", "null"],
+                                "default": null,
+                            },
                             "strict": {
                                 "description": "All names must be on both sides.",
                                 "type": "boolean",
