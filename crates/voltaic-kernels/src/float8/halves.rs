@@ -24,7 +24,7 @@ pub(crate) fn to_number<F: Float8>() -> f32 {
 /// Codes as float16 that are no NaN of E4M3, which float16 has elsewhere.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(crate) fn halves<F: Float8>(codes: __m256i) -> __m512i {
+fn halves<F: Float8>(codes: __m256i) -> __m512i {
     let halves = _mm512_slli_epi16::<8>(_mm512_cvtepu8_epi16(codes));
     match F::FRACTION {
         3 => _mm512_and_si512(_mm512_srai_epi16::<1>(halves), _mm512_set1_epi16(WITHOUT_COPY)),

@@ -34,16 +34,27 @@ pub fn multiply_by_float8(a: &[f32], codes: &[u8], format: Float8Format, depth: 
     assert!(depth > 0 && a.len().is_multiple_of(depth) && codes.len().is_multiple_of(depth), "{depth}");
     let (rows, columns) = (a.len() / depth, codes.len() / depth);
     assert_eq!(out.len(), rows * columns);
+    match format {
+        Float8Format::E4m3 => multiply::<E4m3>(a, codes, depth, out),
+        Float8Format::E5m2 => multiply::<E5m2>(a, codes, depth, out),
+    }
+}
+
+fn multiply<F: Float8>(a: &[f32], codes: &[u8], depth: usize, out: &mut [f32]) {
+    let (rows, columns) = (a.len() / depth, codes.len() / depth);
+    #[cfg(target_arch = "x86_64")]
+    let tables = tables::Tables::new::<F>(a, depth);
     let out = Shared(out.as_mut_ptr());
     parallel_for(columns, GRAIN.div_ceil(rows.max(1) * depth), |part| {
         for column in part {
             let codes = &codes[column * depth..][..depth];
             for first in (0..rows).step_by(TOGETHER) {
                 let some = &a[first * depth..rows.min(first + TOGETHER) * depth];
-                let sums = match format {
-                    Float8Format::E4m3 => dots::<E4m3>(some, codes),
-                    Float8Format::E5m2 => dots::<E5m2>(some, codes),
-                };
+                #[cfg(target_arch = "x86_64")]
+                let known = tables.as_ref().map(|tables| tables.dots::<F>(first, some, codes));
+                #[cfg(not(target_arch = "x86_64"))]
+                let known = None;
+                let sums = known.unwrap_or_else(|| dots::<F>(some, codes));
                 for (row, sum) in (first..rows).zip(sums) {
                     // SAFETY: the place is one of `rows * columns`, and each column belongs to one thread.
                     unsafe { *out.at((row * columns + column) as isize) = sum };
@@ -140,13 +151,11 @@ mod x86 {
         _mm256_cvtepu8_epi16, _mm256_cvtph_ps, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_loadu_ps,
         _mm256_loadu_si256, _mm256_max_epu8, _mm256_set1_epi8, _mm256_set1_epi16, _mm256_setzero_ps,
         _mm256_setzero_si256, _mm256_slli_epi16, _mm256_srai_epi16, _mm256_storeu_ps, _mm256_testz_si256,
-        _mm512_castsi512_si256, _mm512_cvtph_ps, _mm512_extracti64x4_epi64, _mm512_fmadd_ps, _mm512_loadu_ps,
-        _mm512_reduce_add_ps, _mm512_setzero_ps,
     };
 
     use crate::float8::format::{Float8, STEP, decode};
-    use crate::float8::halves::{WITHOUT_COPY, halves, to_number};
-    use crate::processor::{has_avx512, has_vectors, prefetch};
+    use crate::float8::halves::{WITHOUT_COPY, to_number};
+    use crate::processor::{has_vectors, prefetch};
 
     /// Bytes that are asked for ahead.
     const AHEAD: usize = 2048;
@@ -155,15 +164,11 @@ mod x86 {
     /// which float16 has elsewhere.
     pub(super) fn dots<F: Float8, const R: usize>(rows: [&[f32]; R], codes: &[u8]) -> Option<[f32; R]> {
         assert!(rows.iter().all(|row| row.len() == codes.len()));
-        let found = if has_avx512() {
-            // SAFETY: the processor has what the function is compiled for, as was just asked.
-            unsafe { with_avx512::<F, R>(rows, codes) }
-        } else if has_vectors() && std::arch::is_x86_feature_detected!("f16c") {
-            // SAFETY: as above.
-            unsafe { with_avx2::<F, R>(rows, codes) }
-        } else {
+        if !(has_vectors() && std::arch::is_x86_feature_detected!("f16c")) {
             return None;
-        };
+        }
+        // SAFETY: the processor has what the function is compiled for, as was just asked.
+        let found = unsafe { with_avx2::<F, R>(rows, codes) };
         let whole = codes.len() - codes.len() % STEP;
         let scale = to_number::<F>();
         let mut sums = found?;
@@ -180,37 +185,6 @@ mod x86 {
     fn are_numbers<F: Float8>(largest: __m256i) -> bool {
         let nans = _mm256_cmpeq_epi8(largest, _mm256_set1_epi8(0x7f));
         F::FRACTION != 3 || _mm256_testz_si256(nans, nans) == 1
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    pub(super) fn with_avx512<F: Float8, const R: usize>(
-        rows: [&[f32]; R],
-        codes: &[u8],
-    ) -> Option<[f32; R]> {
-        let mut sums = [[_mm512_setzero_ps(); 2]; R];
-        let mut largest = _mm256_setzero_si256();
-        for first in (0..codes.len() - codes.len() % STEP).step_by(STEP) {
-            prefetch(codes.as_ptr().wrapping_add(first + AHEAD), STEP);
-            // SAFETY: there are 32 codes from `first` on.
-            let some = unsafe { _mm256_loadu_si256(codes.as_ptr().add(first).cast()) };
-            if F::FRACTION == 3 {
-                largest = _mm256_max_epu8(largest, _mm256_and_si256(some, _mm256_set1_epi8(0x7f)));
-            }
-            let halves = halves::<F>(some);
-            let lower = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
-            let upper = _mm512_cvtph_ps(_mm512_extracti64x4_epi64::<1>(halves));
-            for (sums, row) in sums.iter_mut().zip(rows) {
-                // SAFETY: each row is as long as the codes, as `dots` has checked.
-                let (low, high) = unsafe {
-                    let a = row.as_ptr().add(first);
-                    (_mm512_loadu_ps(a), _mm512_loadu_ps(a.add(16)))
-                };
-                sums[0] = _mm512_fmadd_ps(low, lower, sums[0]);
-                sums[1] = _mm512_fmadd_ps(high, upper, sums[1]);
-            }
-        }
-        let total = sums.map(|[low, high]| _mm512_reduce_add_ps(low) + _mm512_reduce_add_ps(high));
-        are_numbers::<F>(largest).then_some(total)
     }
 
     #[target_feature(enable = "avx2,fma,f16c")]
@@ -251,6 +225,112 @@ mod x86 {
             lanes.iter().sum()
         });
         are_numbers::<F>(largest).then_some(total)
+    }
+}
+
+/// Products by dot products of bfloat16: of each code, tables give the two bytes of its bfloat16.
+#[cfg(target_arch = "x86_64")]
+mod tables {
+    use std::arch::x86_64::{
+        __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_si512, _mm512_permutex2var_epi8,
+        _mm512_reduce_add_ps, _mm512_set1_epi8, _mm512_setzero_ps, _mm512_ternarylogic_epi64,
+        _mm512_unpackhi_epi8, _mm512_unpacklo_epi8,
+    };
+    use std::mem::transmute;
+
+    use crate::float8::format::{Float8, decode};
+    use crate::processor::prefetch;
+    use crate::product::float8::TOGETHER;
+    use crate::product::strip::has_bf16_products;
+
+    /// Codes of a vector.
+    pub(super) const STEP: usize = 64;
+    /// Bytes that are asked for ahead.
+    const AHEAD: usize = 8192;
+    /// `a | b & c` of bits.
+    const OR_AND: i32 = 0b1111_1000;
+
+    /// The left factor in bfloat16, and the bytes of the magnitudes of all codes.
+    pub(super) struct Tables {
+        /// Of each row, vectors in the order in which bytes of codes meet.
+        rows: Vec<[u16; STEP]>,
+        steps: usize,
+        upper: [u8; 128],
+        lower: [u8; 128],
+    }
+
+    impl Tables {
+        /// None if the processor lacks the instructions, or `a` has other numbers than those of bfloat16.
+        pub(super) fn new<F: Float8>(a: &[f32], depth: usize) -> Option<Self> {
+            let has_instructions = has_bf16_products() && std::arch::is_x86_feature_detected!("avx512vbmi");
+            if !has_instructions || a.iter().any(|number| number.to_bits() & 0xffff != 0) {
+                return None;
+            }
+            let upper_half = |number: f32| (number.to_bits() >> 16) as u16;
+            // the lower bytes of each 16, then the upper ones, as the instructions join bytes
+            let met = |at: usize| at % STEP / 32 * 8 + at % 32 / 8 * 16 + at % 8;
+            let vector = |some: &[f32]| std::array::from_fn(|at| upper_half(some[met(at)]));
+            let rows = a.chunks(depth).flat_map(|row| row.chunks_exact(STEP).map(vector)).collect();
+            let [upper, lower] = [8, 0].map(|shift| {
+                std::array::from_fn(|code| (upper_half(decode::<F>(code as u8)) >> shift) as u8)
+            });
+            Some(Self { rows, steps: depth / STEP, upper, lower })
+        }
+
+        /// The sums of the products of the codes and up to four rows from `first` on, which are `rows` in float32.
+        pub(super) fn dots<F: Float8>(&self, first: usize, rows: &[f32], codes: &[u8]) -> [f32; TOGETHER] {
+            let (depth, count) = (codes.len(), rows.len() / codes.len());
+            let vectors = &self.rows[first * self.steps..][..count * self.steps];
+            let whole = &codes[..self.steps * STEP];
+            // SAFETY: `new` asked whether the processor has the instructions.
+            let mut sums = unsafe {
+                match count {
+                    1 => self.add::<1>(vectors, whole),
+                    2 => self.add::<2>(vectors, whole),
+                    3 => self.add::<3>(vectors, whole),
+                    _ => self.add::<4>(vectors, whole),
+                }
+            };
+            for (row, sum) in rows.chunks(depth).zip(&mut sums) {
+                let rest = row[whole.len()..].iter().zip(&codes[whole.len()..]);
+                *sum += rest.map(|(a, code)| a * decode::<F>(*code)).sum::<f32>();
+            }
+            sums
+        }
+
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma")]
+        fn add<const R: usize>(&self, rows: &[[u16; STEP]], codes: &[u8]) -> [f32; TOGETHER] {
+            // SAFETY: there are 64 bytes.
+            let load = |from: &[u8]| unsafe { _mm512_loadu_si512(from[..STEP].as_ptr().cast()) };
+            let upper = [load(&self.upper), load(&self.upper[STEP..])];
+            let lower = [load(&self.lower), load(&self.lower[STEP..])];
+            let sign = _mm512_set1_epi8(i8::MIN);
+            let mut sums = [[_mm512_setzero_ps(); 2]; R];
+            for (step, codes) in codes.chunks_exact(STEP).enumerate() {
+                prefetch(codes.as_ptr().wrapping_add(AHEAD), STEP);
+                let codes = load(codes);
+                let lower = _mm512_permutex2var_epi8(lower[0], codes, lower[1]);
+                let upper = _mm512_permutex2var_epi8(upper[0], codes, upper[1]);
+                let upper = _mm512_ternarylogic_epi64::<OR_AND>(upper, codes, sign);
+                let numbers = [_mm512_unpacklo_epi8(lower, upper), _mm512_unpackhi_epi8(lower, upper)];
+                for (row, sums) in sums.iter_mut().enumerate() {
+                    let vector = &rows[row * self.steps + step];
+                    for (half, sum) in sums.iter_mut().enumerate() {
+                        // SAFETY: there are 64 numbers; both types are 512 bits of numbers.
+                        *sum = unsafe {
+                            let a = _mm512_loadu_si512(vector.as_ptr().add(half * STEP / 2).cast());
+                            let [a, b] = transmute::<[__m512i; 2], [__m512bh; 2]>([a, numbers[half]]);
+                            _mm512_dpbf16_ps(*sum, a, b)
+                        };
+                    }
+                }
+            }
+            let mut totals = [0.0; TOGETHER];
+            for (total, [even, odd]) in totals.iter_mut().zip(sums) {
+                *total = _mm512_reduce_add_ps(even) + _mm512_reduce_add_ps(odd);
+            }
+            totals
+        }
     }
 }
 
@@ -354,29 +434,23 @@ mod tests {
         }
     }
 
+    #[cfg(target_arch = "x86_64")]
+    fn check_both_ways<F: Float8>() {
+        let codes: Vec<u8> =
+            (0..330_u32).map(|i| (i * 37 % 120) as u8 | if i % 3 == 0 { 0x80 } else { 0 }).collect();
+        let a: Vec<f32> = (0..660).map(|i| (i % 23) as f32 - 11.0).collect();
+        let Some(tables) = tables::Tables::new::<F>(&a, codes.len()) else { return };
+        let [narrow, wide] = [dots::<F>(&a, &codes), tables.dots::<F>(0, &a, &codes)];
+        for (row, a) in a.chunks(codes.len()).enumerate() {
+            let most: f32 = a.iter().zip(&codes).map(|(a, code)| (a * decode::<F>(*code)).abs()).sum();
+            assert!((narrow[row] - wide[row]).abs() <= 1e-6 * most, "{narrow:?} {wide:?} {most}");
+        }
+    }
+
     #[test]
     #[cfg(target_arch = "x86_64")]
-    fn processors_without_avx512_get_the_same() {
-        if !crate::processor::has_avx512() {
-            return;
-        }
-        let codes: Vec<u8> =
-            (0..320_u32).map(|i| (i * 37 % 120) as u8 | if i % 3 == 0 { 0x80 } else { 0 }).collect();
-        let a: Vec<f32> = (0..320).map(|i| (i % 23) as f32 - 11.0).collect();
-        let rows = [&a[..], &a[..]];
-        // SAFETY: a processor with AVX-512 has AVX2, FMA and F16C.
-        let pairs = unsafe {
-            [
-                (x86::with_avx2::<E4m3, 2>(rows, &codes), x86::with_avx512::<E4m3, 2>(rows, &codes)),
-                (x86::with_avx2::<E5m2, 2>(rows, &codes), x86::with_avx512::<E5m2, 2>(rows, &codes)),
-            ]
-        };
-        let most = |decoded: fn(u8) -> f32| -> f32 {
-            a.iter().zip(&codes).map(|(a, code)| (a * decoded(*code)).abs()).sum()
-        };
-        for ((narrow, wide), most) in pairs.into_iter().zip([most(decode::<E4m3>), most(decode::<E5m2>)]) {
-            let (narrow, wide) = (narrow.unwrap(), wide.unwrap());
-            assert!((narrow[1] - wide[1]).abs() <= 1e-6 * most, "{narrow:?} {wide:?} {most}");
-        }
+    fn processors_without_dot_products_get_the_same() {
+        check_both_ways::<E4m3>();
+        check_both_ways::<E5m2>();
     }
 }

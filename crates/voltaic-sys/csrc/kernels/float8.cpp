@@ -150,20 +150,35 @@ bool are_powers_of_two(const Tensor &numbers) {
   return std::all_of(at, at + numbers.numel(), [&](float number) { return std::frexp(number, &exponent) == 0.5f; });
 }
 
-// (a b) in float32 of few rows and a matrix whose columns are dense, straight from its codes; none if it is not that.
-OptionalTensor product_of_few_rows(const Tensor &a, const Tensor &b) {
+// (a b) of few rows and a matrix whose columns are dense, straight from its codes, times the scales, and the bias; none if it is not
+// that.
+OptionalTensor product_of_few_rows(const Tensor &a, const Tensor &b, const Tensor &a_scale_inv, const Tensor &b_scale_inv,
+                                   const OptionalTensor &bias) {
   if (a.dim() != 2 || b.dim() != 2 || !b.t().is_contiguous() || a.numel() == 0 || b.numel() == 0 || a.size(1) != b.size(0))
     return std::nullopt;
+  const int64_t rows = a.size(0), columns = b.size(1);
   int32_t is_known = 0;
   const auto multiply = [&](const float *input, float *output) {
-    is_done(float8.rows(input, a.size(0), b.const_data_ptr(), b.size(1), b.size(0), format_of(b.scalar_type()), output, &is_known));
+    is_done(float8.rows(input, rows, b.const_data_ptr(), columns, b.size(0), format_of(b.scalar_type()), output, &is_known));
   };
   multiply(nullptr, nullptr);
   if (is_known == 0)
     return std::nullopt;
   const Tensor wide = widened(a, at::kFloat).contiguous();
-  Tensor out = at::empty({a.size(0), b.size(1)}, wide.options());
-  multiply(wide.const_data_ptr<float>(), out.mutable_data_ptr<float>());
+  const auto of_each = [&](const Tensor &numbers, int64_t number) {
+    return numbers.to(at::kFloat).reshape({-1}).expand({number}).contiguous();
+  };
+  const Tensor by_row = of_each(a_scale_inv, rows), by_column = of_each(b_scale_inv, columns);
+  const Tensor row = bias.has_value() ? of_each(*bias, columns) : Tensor();
+  Tensor out = at::empty({rows, columns}, wide.options());
+  auto *sums = out.mutable_data_ptr<float>();
+  multiply(wide.const_data_ptr<float>(), sums);
+  const auto *scales = by_column.const_data_ptr<float>(), *added = bias.has_value() ? row.const_data_ptr<float>() : nullptr;
+  for (int64_t i = 0; i < rows; ++i, sums += columns) {
+    const float scale = by_row.const_data_ptr<float>()[i];
+    for (int64_t j = 0; j < columns; ++j)
+      sums[j] = sums[j] * scale * scales[j] + (added == nullptr ? 0 : added[j]);
+  }
   return out;
 }
 
@@ -196,9 +211,8 @@ bool fits_factors(float scale) { return scale >= 0x1p-60f && scale <= 0x1p60f; }
 // (a b) times the scales, and the bias: rounded once if the scales are powers of two.
 Tensor product(const Tensor &a, const Tensor &b, const Tensor &a_scale_inv, const Tensor &b_scale_inv,
                const OptionalTensor &bias, ScalarType out_dtype) {
-  if (!bias.has_value())
-    if (OptionalTensor out = product_of_few_rows(a, b))
-      return out->mul_(a_scale_inv.view({-1, 1})).mul_(b_scale_inv.view({1, -1})).to(out_dtype);
+  if (OptionalTensor out = product_of_few_rows(a, b, a_scale_inv, b_scale_inv, bias))
+    return out->to(out_dtype);
   const bool is_exact = are_powers_of_two(a_scale_inv) && are_powers_of_two(b_scale_inv);
   const ScalarType dtype = is_exact && out_dtype == at::kBFloat16 ? at::kBFloat16 : at::kFloat;
   if (a_scale_inv.numel() == 1 && b_scale_inv.numel() == 1) {

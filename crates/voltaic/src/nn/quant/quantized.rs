@@ -220,10 +220,7 @@ impl Quantized {
         let matrix = input.f_reshape([-1, size[1]])?;
         let cast = self.cast(self.input(scales, 0)?, &matrix, -1)?;
         let weight = Fp8Tensor { codes: weight.f_transpose(0, 1)?, scale_inv: scales.weight.shallow_clone() };
-        let mut output = fp8_mm(&cast, &weight, None, dtype)?;
-        if let Some(bias) = bias {
-            output = output.f_add(&bias.f_to_kind(dtype)?)?;
-        }
+        let output = fp8_mm(&cast, &weight, bias, dtype)?;
         if let Some(last) = shape.last_mut() {
             *last = size[0];
         }
