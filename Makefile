@@ -30,7 +30,7 @@ stress: setup ## long forms of tests, and a million random inputs for each parse
 	VOLTAIC_STRESS_INPUTS=$(or $(INPUTS),1000000) VOLTAIC_STRESS_SECS=$(or $(SECS),3600) \
 		$(CARGO) test -p voltaic --test stress -- --nocapture
 	VOLTAIC_STRESS_TRIES=$(or $(INPUTS),1000000) $(CARGO) test -p voltaic --lib -- distributed::roll_call --nocapture
-	$(CARGO) test -p voltaic --lib -- distributed::scale --include-ignored --nocapture
+	$(CARGO) test -p voltaic --lib -- distributed::scale checkpoint::shards::write --include-ignored --nocapture
 	VOLTAIC_TEST_ALL=1 $(CARGO) test -p voltaic --test it -- contract extreme_values hangs kill
 	VOLTAIC_TEST_ALL=1 $(CARGO) test -p voltaic --test zero -- --include-ignored --nocapture
 	$(CARGO) test -p voltaic --test fp8 -- --include-ignored --nocapture

@@ -375,3 +375,94 @@ pub(super) fn write_ranks(all: &[Checkpoint], folder: &Path) -> Result<String, P
     let index = index_of(&all[0], files, reports, id.clone())?;
     index.to_text().map_err(|error| Problem::new(error.to_string(), ""))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    /// A GPT-2 by units: its blocks, and what is not in one.
+    fn units() -> Vec<Vec<(String, Vec<usize>)>> {
+        let of_block =
+            |shape: &[usize], at: usize, tensor: usize| (format!("h.{at}.{tensor}"), shape.to_vec());
+        let shapes: [&[usize]; 12] = [
+            &[768],
+            &[768],
+            &[2304, 768],
+            &[2304],
+            &[768, 768],
+            &[768],
+            &[768],
+            &[768],
+            &[3072, 768],
+            &[3072],
+            &[768, 3072],
+            &[768],
+        ];
+        let block =
+            |at| shapes.iter().enumerate().map(|(tensor, shape)| of_block(shape, at, tensor)).collect();
+        let rest: [(&str, &[usize]); 4] =
+            [("wte", &[50257, 768]), ("wpe", &[1024, 768]), ("ln_f.weight", &[768]), ("ln_f.bias", &[768])];
+        let rest = rest.map(|(name, shape)| (name.to_owned(), shape.to_vec()));
+        (0..12).map(block).chain([rest.to_vec()]).collect()
+    }
+
+    /// What a rank has of a unit's tensors, which stand one behind the other.
+    fn shards(unit: &[(String, Vec<usize>)], state: &str, rank: usize, ranks: usize) -> Vec<Shard> {
+        let sizes = unit.iter().map(|(_, shape)| shape.iter().product::<usize>());
+        let all: usize = sizes.clone().sum();
+        let own = all * rank / ranks..all * (rank + 1) / ranks;
+        let mut at = 0;
+        let mut shards = Vec::new();
+        for ((name, shape), size) in unit.iter().zip(sizes) {
+            let range = own.start.clamp(at, at + size) - at..own.end.clamp(at, at + size) - at;
+            at += size;
+            if !range.is_empty() {
+                let chunks = Chunk::whole(shape).rectangles(range).into_iter();
+                let chunks = chunks.map(|Chunk { offsets, sizes }| (offsets, sizes)).collect();
+                shards.push(Shard {
+                    name: format!("{state}{name}"),
+                    dtype: Dtype::F32,
+                    shape: shape.clone(),
+                    chunks,
+                });
+            }
+        }
+        shards
+    }
+
+    #[test]
+    #[ignore = "measures; make stress runs it"]
+    fn what_a_save_costs_rank_zero() {
+        println!(
+            "| ranks | a rank sends, bytes | rank 0 receives, bytes | makes and checks the index, s | index, bytes |"
+        );
+        println!("|---|---|---|---|---|");
+        let units = units();
+        let mut of_few = usize::MAX;
+        for ranks in [8, 64, 512] {
+            let sent = |rank| {
+                let states = ["", "exp_avg.", "exp_avg_sq."].into_iter();
+                let tensors = states
+                    .flat_map(|state| units.iter().flat_map(move |unit| shards(unit, state, rank, ranks)));
+                let report =
+                    RankReport { tensors: tensors.collect(), had_grad: Vec::new(), logged: Value::Null };
+                let file = FileEntry { bytes: 1, crc32: "0".to_owned() };
+                serde_json::to_vec(&Ok::<_, Problem>((file, report))).unwrap()
+            };
+            let all: Vec<Vec<u8>> = (0..ranks).map(sent).collect();
+            let began = Instant::now();
+            let (files, reports) = of_ranks::<(FileEntry, RankReport)>(&all).unwrap().into_iter().unzip();
+            let index = index_of(&Checkpoint::default(), files, reports, "an id".to_owned()).unwrap();
+            let text = index.to_text().unwrap();
+            Index::parse(&text, Path::new(INDEX)).unwrap();
+            let seconds = began.elapsed().as_secs_f64();
+            let most = all.iter().map(Vec::len).max().unwrap();
+            let sum: usize = all.iter().map(Vec::len).sum();
+            println!("| {ranks} | {most} | {sum} | {seconds:.2} | {} |", text.len());
+            assert!(most <= of_few, "a rank sends no more if there are more ranks");
+            of_few = most;
+        }
+    }
+}
