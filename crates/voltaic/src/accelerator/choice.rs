@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::accelerator::Accelerator;
 use super::find::{ACCELERATORS, accelerator, check_available};
+use crate::config::conversions;
 use crate::device::Device;
 use crate::error::{DeviceError, Problem};
 
@@ -66,22 +67,10 @@ impl fmt::Debug for AcceleratorChoice {
     }
 }
 
-impl From<&str> for AcceleratorChoice {
-    fn from(name: &str) -> Self {
-        Self::Name(name.to_owned())
-    }
-}
-
-impl From<&String> for AcceleratorChoice {
-    fn from(name: &String) -> Self {
-        Self::Name(name.clone())
-    }
-}
-
-impl From<String> for AcceleratorChoice {
-    fn from(name: String) -> Self {
-        Self::Name(name)
-    }
+conversions! { AcceleratorChoice:
+    &str => |name| Self::Name(name.to_owned()),
+    &String => |name| Self::Name(name.clone()),
+    String => |name| Self::Name(name),
 }
 
 impl<A: Accelerator + 'static> From<A> for AcceleratorChoice {
@@ -90,14 +79,7 @@ impl<A: Accelerator + 'static> From<A> for AcceleratorChoice {
     }
 }
 
-impl From<Box<dyn Accelerator>> for AcceleratorChoice {
-    fn from(value: Box<dyn Accelerator>) -> Self {
-        Self::Value(value.into())
-    }
-}
-
-impl From<Arc<dyn Accelerator>> for AcceleratorChoice {
-    fn from(value: Arc<dyn Accelerator>) -> Self {
-        Self::Value(value)
-    }
+conversions! { AcceleratorChoice:
+    Box<dyn Accelerator> => |value| Self::Value(value.into()),
+    Arc<dyn Accelerator> => |value| Self::Value(value),
 }

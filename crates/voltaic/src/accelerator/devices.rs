@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::config::conversions;
 use crate::error::Problem;
 
 /// How many devices, or which: a number, a list of indices, or a text such as `auto`.
@@ -19,22 +20,10 @@ pub enum Devices {
     Text(String),
 }
 
-impl From<i64> for Devices {
-    fn from(count: i64) -> Self {
-        Self::Count(count)
-    }
-}
-
-impl From<Vec<i64>> for Devices {
-    fn from(indices: Vec<i64>) -> Self {
-        Self::Indices(indices)
-    }
-}
-
-impl From<&str> for Devices {
-    fn from(text: &str) -> Self {
-        Self::Text(text.to_owned())
-    }
+conversions! { Devices:
+    i64 => |count| Self::Count(count),
+    Vec<i64> => |indices| Self::Indices(indices),
+    &str => |text| Self::Text(text.to_owned()),
 }
 
 /// What is left of [`Devices`] once its spelling is understood.

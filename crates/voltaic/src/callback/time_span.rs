@@ -5,6 +5,7 @@ use std::time::Duration;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::config::conversions;
 use crate::error::ConfigError;
 
 /// A length of time.
@@ -33,22 +34,10 @@ pub struct TimeParts {
     pub seconds: f64,
 }
 
-impl From<&str> for TimeSpan {
-    fn from(text: &str) -> Self {
-        Self::Text(text.to_owned())
-    }
-}
-
-impl From<String> for TimeSpan {
-    fn from(text: String) -> Self {
-        Self::Text(text)
-    }
-}
-
-impl From<Duration> for TimeSpan {
-    fn from(duration: Duration) -> Self {
-        Self::Parts(TimeParts { seconds: duration.as_secs_f64(), ..TimeParts::default() })
-    }
+conversions! { TimeSpan:
+    &str => |text| Self::Text(text.to_owned()),
+    String => |text| Self::Text(text),
+    Duration => |duration| Self::Parts(TimeParts { seconds: duration.as_secs_f64(), ..TimeParts::default() }),
 }
 
 impl TimeSpan {

@@ -12,6 +12,7 @@ use super::dataset::Dataset;
 use super::distributed_sampler::{DistributedSampler, Remainder};
 use super::sampler::{RandomSampler, Sampler, SequentialSampler};
 use crate::Result;
+use crate::config::setters;
 use crate::error::{ConfigError, DataError};
 
 /// Batches that each worker loads ahead by default, as in PyTorch.
@@ -314,40 +315,19 @@ impl<B: Batch> DataLoaderBuilder<B> {
         self
     }
 
-    /// Whether each epoch has a random order of its own; in order by default.
-    pub fn shuffle(mut self, shuffle: bool) -> Self {
-        self.shuffle = shuffle;
-        self
-    }
-
-    /// Whether an incomplete last batch is left out; it is kept by default.
-    pub fn drop_last(mut self, drop_last: bool) -> Self {
-        self.drop_last = drop_last;
-        self
-    }
-
-    /// Number of threads that load ahead; by default 0, which loads on the thread that iterates.
-    pub fn num_workers(mut self, num_workers: usize) -> Self {
-        self.num_workers = num_workers;
-        self
-    }
-
-    /// Batches that each worker may hold ready; 2 by default.
-    pub fn prefetch(mut self, prefetch: usize) -> Self {
-        self.prefetch = Some(prefetch);
-        self
-    }
-
-    /// Seed of the order and of random transforms; without it, that of the run.
-    pub fn seed(mut self, seed: u64) -> Self {
-        self.seed = Some(seed);
-        self
-    }
-
-    /// Chooses the samples by a sampler, in place of `shuffle`.
-    pub fn sampler(mut self, sampler: impl Sampler) -> Self {
-        self.sampler = Some(Arc::new(sampler));
-        self
+    setters! {
+        /// Whether each epoch has a random order of its own; in order by default.
+        shuffle: bool;
+        /// Whether an incomplete last batch is left out; it is kept by default.
+        drop_last: bool;
+        /// Number of threads that load ahead; by default 0, which loads on the thread that iterates.
+        num_workers: usize;
+        /// Batches that each worker may hold ready; 2 by default.
+        prefetch: usize = Some(prefetch);
+        /// Seed of the order and of random transforms; without it, that of the run.
+        seed: u64 = Some(seed);
+        /// Chooses the samples by a sampler, in place of `shuffle`.
+        sampler: impl Sampler = Some(Arc::new(sampler));
     }
 
     /// The loader.

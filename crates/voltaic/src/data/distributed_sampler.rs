@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::sampler::{RandomSampler, Sampler, SequentialSampler};
 use crate::Result;
+use crate::config::setters;
 use crate::error::ConfigError;
 
 /// What becomes of the samples that cannot be divided evenly among the ranks.
@@ -62,16 +63,11 @@ impl DistributedSampler {
         Ok(Self { order, rank, world_size, seed: None, remainder: Remainder::Repeat })
     }
 
-    /// Uses this seed in place of the loader's.
-    pub fn seed(mut self, seed: u64) -> Self {
-        self.seed = Some(seed);
-        self
-    }
-
-    /// Chooses what becomes of samples that cannot be divided evenly.
-    pub fn remainder(mut self, remainder: Remainder) -> Self {
-        self.remainder = remainder;
-        self
+    setters! {
+        /// Uses this seed in place of the loader's.
+        seed: u64 = Some(seed);
+        /// Chooses what becomes of samples that cannot be divided evenly.
+        remainder: Remainder;
     }
 
     /// Samples of all ranks together, repeated ones counted.

@@ -7,6 +7,7 @@ use tch::{Kind, Tensor};
 use super::cache::KvCache;
 use super::config::GenerationConfig;
 use super::sampler::Sampler;
+use crate::config::setters;
 use crate::device::Device;
 use crate::distributed::{ProcessGroup, ReduceOp};
 use crate::error::{ModuleError, Problem, Result};
@@ -140,19 +141,14 @@ impl<'a, M: CausalLm + ?Sized> Generator<'a, M> {
         Ok(Self { model, config, on_token: None, ranks: None })
     }
 
-    /// Calls `on_token` with the index of the sequence and each new token, as soon as it is there. An error ends generation.
-    #[must_use]
-    pub fn on_token(mut self, on_token: impl FnMut(usize, i64) -> anyhow::Result<()> + 'a) -> Self {
-        self.on_token = Some(Box::new(on_token));
-        self
-    }
-
-    /// Ends when all sequences of all these ranks have ended: needed where a forward pass is collective, as under ZeRO stage 3.
-    /// Source: `synced_gpus` of `transformers`.
-    #[must_use]
-    pub fn ranks(mut self, ranks: &'a ProcessGroup) -> Self {
-        self.ranks = Some(ranks);
-        self
+    setters! {
+        /// Calls `on_token` with the index of the sequence and each new token, as soon as it is there. An error ends generation.
+        #[must_use]
+        on_token: impl FnMut(usize, i64) -> anyhow::Result<()> + 'a = Some(Box::new(on_token));
+        /// Ends when all sequences of all these ranks have ended: needed where a forward pass is collective, as under ZeRO stage 3.
+        /// Source: `synced_gpus` of `transformers`.
+        #[must_use]
+        ranks: &'a ProcessGroup = Some(ranks);
     }
 
     /// Continues each of the prompts, which may have different lengths.

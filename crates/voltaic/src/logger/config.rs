@@ -9,6 +9,7 @@ use super::csv::{CsvLogger, CsvLoggerConfig};
 use super::json_lines::{JsonLinesLogger, JsonLinesLoggerConfig};
 use super::logger::Logger;
 use super::tensorboard::{TensorBoardLogger, TensorBoardLoggerConfig};
+use crate::config::conversions;
 
 /// Classes of Lightning that there are none of.
 fn services() -> serde_json::Value {
@@ -77,20 +78,8 @@ impl Loggers {
     }
 }
 
-impl From<bool> for Loggers {
-    fn from(flag: bool) -> Self {
-        Self::Flag(flag)
-    }
-}
-
-impl From<Vec<LoggerConfig>> for Loggers {
-    fn from(list: Vec<LoggerConfig>) -> Self {
-        Self::List(list)
-    }
-}
-
-impl From<LoggerConfig> for Loggers {
-    fn from(logger: LoggerConfig) -> Self {
-        Self::List(vec![logger])
-    }
+conversions! { Loggers:
+    bool => |flag| Self::Flag(flag),
+    Vec<LoggerConfig> => |list| Self::List(list),
+    LoggerConfig => |logger| Self::List(vec![logger]),
 }

@@ -3,6 +3,7 @@
 use tch::{Kind, Tensor};
 
 use super::divide::safe_divide;
+use crate::config::setters;
 use crate::error::{ModuleError, Problem, Result};
 use crate::nn::{Metric, MetricState, Module, Reduction, refuse_shape};
 
@@ -140,18 +141,13 @@ impl Accuracy {
         }
     }
 
-    /// Counts a sample as right if its class is among so many of the largest logits.
-    #[must_use]
-    pub fn top_k(mut self, top_k: i64) -> Self {
-        self.top_k = top_k;
-        self
-    }
-
-    /// Leaves out samples with this target.
-    #[must_use]
-    pub fn ignore_index(mut self, ignore_index: i64) -> Self {
-        self.ignore_index = Some(ignore_index);
-        self
+    setters! {
+        /// Counts a sample as right if its class is among so many of the largest logits.
+        #[must_use]
+        top_k: i64;
+        /// Leaves out samples with this target.
+        #[must_use]
+        ignore_index: i64 = Some(ignore_index);
     }
 
     /// Adds a batch: logits or probabilities `[n, num_classes, ...]`, or classes `[n, ...]`, and targets `[n, ...]`, `i64`.

@@ -10,6 +10,7 @@ use super::optimizer::{BuildOptimizer, Optimizer};
 use super::param_group::ParamGroupSpec;
 use super::problems::Problems;
 use super::whole::WholeParameters;
+use crate::config::setters;
 use crate::error::Result;
 use crate::nn::{Module, ModuleExt, Parameter};
 
@@ -101,40 +102,23 @@ impl LrSchedulerSpec {
         }
     }
 
-    /// Sets after what the schedule is stepped.
-    #[must_use]
-    pub fn interval(mut self, interval: Interval) -> Self {
-        self.interval = interval;
-        self
-    }
-
-    /// Sets at every how many batches of an epoch, or epochs, the schedule is stepped; batches without an optimizer step
-    /// step it never.
-    #[must_use]
-    pub fn frequency(mut self, frequency: u64) -> Self {
-        self.frequency = frequency;
-        self
-    }
-
-    /// Sets the metric that the schedule follows, by the name it is logged under.
-    #[must_use]
-    pub fn monitor(mut self, metric: impl Into<String>) -> Self {
-        self.monitor = Some(metric.into());
-        self
-    }
-
-    /// Sets whether a missing metric is an error, which it is unless set; otherwise the schedule waits for it.
-    #[must_use]
-    pub fn strict(mut self, strict: bool) -> Self {
-        self.strict = strict;
-        self
-    }
-
-    /// Sets the name under which the learning rate is logged.
-    #[must_use]
-    pub fn name(mut self, name: impl Into<String>) -> Self {
-        self.name = Some(name.into());
-        self
+    setters! {
+        /// Sets after what the schedule is stepped.
+        #[must_use]
+        interval: Interval;
+        /// Sets at every how many batches of an epoch, or epochs, the schedule is stepped; batches without an optimizer step
+        /// step it never.
+        #[must_use]
+        frequency: u64;
+        /// Sets the metric that the schedule follows, by the name it is logged under.
+        #[must_use]
+        monitor: impl Into<String> = Some(monitor.into());
+        /// Sets whether a missing metric is an error, which it is unless set; otherwise the schedule waits for it.
+        #[must_use]
+        strict: bool;
+        /// Sets the name under which the learning rate is logged.
+        #[must_use]
+        name: impl Into<String> = Some(name.into());
     }
 
     pub(crate) fn build(self, optimizer: &mut dyn Optimizer) -> Result<ConfiguredLrScheduler> {

@@ -10,6 +10,7 @@ use tch::{Kind, Tensor};
 
 use super::problems::Problems;
 use super::whole::WholeParameters;
+use crate::config::setters;
 use crate::error::Result;
 use crate::ffi;
 use crate::nn::Parameter;
@@ -95,20 +96,15 @@ impl ParamGroupSpec {
         self.whole.as_ref()
     }
 
-    /// Keeps the states of parameters in bfloat16 and float16 in float32, and computes their updates in it, also without master
-    /// weights; the parameters are rounded after each step. Moments take 8 bytes a weight, copies none between steps. DeepSpeed's
-    /// `bf16_master_weights_and_grads` without `bf16_optimizer_states`.
-    #[must_use]
-    pub fn float32_states(mut self, are_float32: bool) -> Self {
-        self.float32_states = are_float32;
-        self
-    }
-
-    /// Names this group, for [`LearningRateMonitor`](crate::callback::LearningRateMonitor): `lr-AdamW/decayed`.
-    #[must_use]
-    pub fn name(mut self, name: impl Into<String>) -> Self {
-        self.name = Some(name.into());
-        self
+    setters! {
+        /// Keeps the states of parameters in bfloat16 and float16 in float32, and computes their updates in it, also without master
+        /// weights; the parameters are rounded after each step. Moments take 8 bytes a weight, copies none between steps. DeepSpeed's
+        /// `bf16_master_weights_and_grads` without `bf16_optimizer_states`.
+        #[must_use]
+        float32_states: bool;
+        /// Names this group, for [`LearningRateMonitor`](crate::callback::LearningRateMonitor): `lr-AdamW/decayed`.
+        #[must_use]
+        name: impl Into<String> = Some(name.into());
     }
 }
 

@@ -8,6 +8,7 @@ use super::hpu::{HpuProfiler, HpuProfilerConfig};
 use super::profiler::Profiler;
 use super::simple::{SimpleProfiler, SimpleProfilerConfig};
 use super::torch::{PyTorchProfiler, PyTorchProfilerConfig};
+use crate::config::conversions;
 use crate::error::ConfigError;
 
 /// A profiler by name, or by class with its settings.
@@ -68,32 +69,10 @@ impl ProfilerConfig {
     }
 }
 
-impl From<&str> for ProfilerConfig {
-    fn from(name: &str) -> Self {
-        Self::Name(name.to_owned())
-    }
-}
-
-impl From<SimpleProfilerConfig> for ProfilerConfig {
-    fn from(config: SimpleProfilerConfig) -> Self {
-        Self::Class(ProfilerClass::SimpleProfiler(config))
-    }
-}
-
-impl From<PyTorchProfilerConfig> for ProfilerConfig {
-    fn from(config: PyTorchProfilerConfig) -> Self {
-        Self::Class(ProfilerClass::PyTorchProfiler(config))
-    }
-}
-
-impl From<AdvancedProfilerConfig> for ProfilerConfig {
-    fn from(config: AdvancedProfilerConfig) -> Self {
-        Self::Class(ProfilerClass::AdvancedProfiler(config))
-    }
-}
-
-impl From<HpuProfilerConfig> for ProfilerConfig {
-    fn from(config: HpuProfilerConfig) -> Self {
-        Self::Class(ProfilerClass::HpuProfiler(config))
-    }
+conversions! { ProfilerConfig:
+    &str => |name| Self::Name(name.to_owned()),
+    SimpleProfilerConfig => |config| Self::Class(ProfilerClass::SimpleProfiler(config)),
+    PyTorchProfilerConfig => |config| Self::Class(ProfilerClass::PyTorchProfiler(config)),
+    AdvancedProfilerConfig => |config| Self::Class(ProfilerClass::AdvancedProfiler(config)),
+    HpuProfilerConfig => |config| Self::Class(ProfilerClass::HpuProfiler(config)),
 }

@@ -11,6 +11,7 @@ use super::deepspeed::config::DeepSpeedStrategy;
 use super::deepspeed::inference::{InferencePlan, check_ranks};
 use super::deepspeed::plan::{DeepSpeedPlan, Understood, of_name as deepspeed_of_name};
 use super::zero::config::{ZeroConfig, ZeroStage};
+use crate::config::conversions;
 use crate::device::Device;
 use crate::error::{ConfigError, ConfigProblem};
 
@@ -448,50 +449,18 @@ fn of_name(name: &str, accelerator: &str, num_ranks: usize) -> Result<StrategyPl
     }
 }
 
-impl From<&str> for StrategyConfig {
-    fn from(name: &str) -> Self {
-        Self::Name(name.to_owned())
-    }
-}
-
-impl From<String> for StrategyConfig {
-    fn from(name: String) -> Self {
-        Self::Name(name)
-    }
-}
-
-impl From<StrategyClass> for StrategyConfig {
-    fn from(class: StrategyClass) -> Self {
-        Self::Class(class)
-    }
-}
-
-impl From<DeepSpeedStrategy> for StrategyConfig {
-    fn from(config: DeepSpeedStrategy) -> Self {
-        Self::Class(StrategyClass::DeepSpeedStrategy(Box::new(config)))
-    }
-}
-
-impl From<HpuDeepSpeedStrategy> for StrategyConfig {
-    fn from(HpuDeepSpeedStrategy(config): HpuDeepSpeedStrategy) -> Self {
-        Self::Class(StrategyClass::HPUDeepSpeedStrategy(Box::new(config)))
-    }
-}
-
 /// [`DeepSpeedStrategy`] for HPUs only.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct HpuDeepSpeedStrategy(pub DeepSpeedStrategy);
 
-impl From<ModelParallelStrategy> for StrategyConfig {
-    fn from(config: ModelParallelStrategy) -> Self {
-        Self::Class(StrategyClass::ModelParallelStrategy(config))
-    }
-}
-
-impl From<DdpConfig> for StrategyConfig {
-    fn from(config: DdpConfig) -> Self {
-        Self::Class(StrategyClass::DDPStrategy(config))
-    }
+conversions! { StrategyConfig:
+    &str => |name| Self::Name(name.to_owned()),
+    String => |name| Self::Name(name),
+    StrategyClass => |class| Self::Class(class),
+    DeepSpeedStrategy => |config| Self::Class(StrategyClass::DeepSpeedStrategy(Box::new(config))),
+    HpuDeepSpeedStrategy => |HpuDeepSpeedStrategy(config)| Self::Class(StrategyClass::HPUDeepSpeedStrategy(Box::new(config))),
+    ModelParallelStrategy => |config| Self::Class(StrategyClass::ModelParallelStrategy(config)),
+    DdpConfig => |config| Self::Class(StrategyClass::DDPStrategy(config)),
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! Names for operations: who called them.
 
+use crate::config::conversions;
 use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -14,28 +15,11 @@ enum Kind {
     Shared(Arc<str>),
 }
 
-impl From<&'static str> for ScopeName {
-    fn from(name: &'static str) -> Self {
-        Self(Kind::Static(name))
-    }
-}
-
-impl From<Arc<str>> for ScopeName {
-    fn from(name: Arc<str>) -> Self {
-        Self(Kind::Shared(name))
-    }
-}
-
-impl From<&Arc<str>> for ScopeName {
-    fn from(name: &Arc<str>) -> Self {
-        Self(Kind::Shared(name.clone()))
-    }
-}
-
-impl From<String> for ScopeName {
-    fn from(name: String) -> Self {
-        Self(Kind::Shared(name.into()))
-    }
+conversions! { ScopeName:
+    &'static str => |name| Self(Kind::Static(name)),
+    Arc<str> => |name| Self(Kind::Shared(name)),
+    &Arc<str> => |name| Self(Kind::Shared(name.clone())),
+    String => |name| Self(Kind::Shared(name.into())),
 }
 
 impl ScopeName {

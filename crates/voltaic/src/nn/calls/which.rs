@@ -3,6 +3,7 @@
 use std::any::TypeId;
 use std::fmt;
 
+use crate::config::conversions;
 use crate::nn::module::Module;
 
 /// Which modules of a tree a hook is for: those whose fqn fits a pattern, or those of a type. A text is a pattern.
@@ -37,16 +38,9 @@ impl Which {
     }
 }
 
-impl From<&str> for Which {
-    fn from(pattern: &str) -> Self {
-        Self::Fqn(pattern.to_owned())
-    }
-}
-
-impl From<String> for Which {
-    fn from(pattern: String) -> Self {
-        Self::Fqn(pattern)
-    }
+conversions! { Which:
+    &str => |pattern| Self::Fqn(pattern.to_owned()),
+    String => |pattern| Self::Fqn(pattern),
 }
 
 impl fmt::Display for Which {

@@ -4,6 +4,7 @@ use std::fmt;
 
 use tch::{Kind, Tensor};
 
+use crate::config::setters;
 use crate::device::Device;
 use crate::error::{ModuleError, Problem, Result};
 use crate::ffi::tensor_id;
@@ -324,23 +325,14 @@ pub struct MultiheadAttentionBuilder {
 }
 
 impl MultiheadAttentionBuilder {
-    /// Probability with which an attention weight is dropped in training mode (default 0).
-    pub fn dropout(mut self, p: f64) -> Self {
-        self.dropout = p;
-        self
-    }
-
-    /// Whether the projections have biases (default `true`).
-    pub fn bias(mut self, bias: bool) -> Self {
-        self.bias = bias;
-        self
-    }
-
-    /// Whether tensors are `[batch, sequence, embed_dim]` rather than `[sequence, batch, embed_dim]` (default
-    /// `false`).
-    pub fn batch_first(mut self, batch_first: bool) -> Self {
-        self.batch_first = batch_first;
-        self
+    setters! {
+        /// Probability with which an attention weight is dropped in training mode (default 0).
+        dropout: f64;
+        /// Whether the projections have biases (default `true`).
+        bias: bool;
+        /// Whether tensors are `[batch, sequence, embed_dim]` rather than `[sequence, batch, embed_dim]` (default
+        /// `false`).
+        batch_first: bool;
     }
 
     /// Makes the layer.

@@ -4,6 +4,7 @@ use std::fmt;
 
 use tch::{Kind, Tensor};
 
+use crate::config::setters;
 use crate::distributed::{ProcessGroup, collective_scope};
 use crate::error::{ModuleError, Problem, Result};
 use crate::nn::buffer::Buffer;
@@ -221,28 +222,15 @@ pub struct BatchNormBuilder<const N: usize> {
 }
 
 impl<const N: usize> BatchNormBuilder<N> {
-    /// Added to the variance before its root is taken (default 1e-5).
-    pub fn eps(mut self, eps: f64) -> Self {
-        self.eps = eps;
-        self
-    }
-
-    /// Weight of the new batch in the running statistics (default 0.1).
-    pub fn momentum(mut self, momentum: f64) -> Self {
-        self.momentum = momentum;
-        self
-    }
-
-    /// Whether each channel has a trained scale and shift (default `true`).
-    pub fn affine(mut self, affine: bool) -> Self {
-        self.affine = affine;
-        self
-    }
-
-    /// Whether running statistics are kept (default `true`); without them evaluation mode uses the batch's own.
-    pub fn track_running_stats(mut self, track_running_stats: bool) -> Self {
-        self.track_running_stats = track_running_stats;
-        self
+    setters! {
+        /// Added to the variance before its root is taken (default 1e-5).
+        eps: f64;
+        /// Weight of the new batch in the running statistics (default 0.1).
+        momentum: f64;
+        /// Whether each channel has a trained scale and shift (default `true`).
+        affine: bool;
+        /// Whether running statistics are kept (default `true`); without them evaluation mode uses the batch's own.
+        track_running_stats: bool;
     }
 
     /// Makes the layer.

@@ -4,13 +4,13 @@ use std::fmt;
 
 use tch::Tensor;
 
+use crate::config::setters;
 use crate::error::Result;
 use crate::nn::calls::call::within_call;
 use crate::nn::check::{Sizes, at_least, divides, empty, explain};
 use crate::nn::compute::{Compute, ComputeMode};
 use crate::nn::init;
 use crate::nn::layers::linear::no_bias;
-use crate::nn::layers::setters::setters;
 use crate::nn::module::{Forward, Module};
 use crate::nn::parameter::Parameter;
 
@@ -172,11 +172,11 @@ pub struct ConvBuilder<const N: usize> {
 impl<const N: usize> ConvBuilder<N> {
     setters! {
         /// Steps between the places of the kernel (default 1).
-        stride: impl Sizes<N>, sizes;
+        stride: impl Sizes<N> = stride.sizes();
         /// Zeros added on both sides of each dimension (default 0).
-        padding: impl Sizes<N>, sizes;
+        padding: impl Sizes<N> = padding.sizes();
         /// Steps between the elements of the kernel (default 1).
-        dilation: impl Sizes<N>, sizes;
+        dilation: impl Sizes<N> = dilation.sizes();
         /// Splits the channels into groups that do not see each other (default 1); must divide both channel counts.
         groups: i64;
         /// Whether a bias is added (default `true`).

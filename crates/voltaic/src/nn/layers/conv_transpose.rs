@@ -4,12 +4,12 @@ use std::fmt;
 
 use tch::Tensor;
 
+use crate::config::setters;
 use crate::error::Result;
 use crate::nn::calls::call::within_call;
 use crate::nn::check::{Sizes, at_least, divides, empty, explain, refuse};
 use crate::nn::init;
 use crate::nn::layers::linear::no_bias;
-use crate::nn::layers::setters::setters;
 use crate::nn::module::{Forward, Module};
 use crate::nn::parameter::Parameter;
 
@@ -130,13 +130,13 @@ pub struct ConvTranspose2dBuilder {
 impl ConvTranspose2dBuilder {
     setters! {
         /// Steps in the output between neighbours of the input (default 1).
-        stride: impl Sizes<2>, sizes;
+        stride: impl Sizes<2> = stride.sizes();
         /// Rows and columns cut from each side of the output (default 0).
-        padding: impl Sizes<2>, sizes;
+        padding: impl Sizes<2> = padding.sizes();
         /// Rows and columns added at the lower and right side of the output (default 0); below stride or dilation.
-        output_padding: impl Sizes<2>, sizes;
+        output_padding: impl Sizes<2> = output_padding.sizes();
         /// Steps between the elements of the kernel (default 1).
-        dilation: impl Sizes<2>, sizes;
+        dilation: impl Sizes<2> = dilation.sizes();
         /// Splits the channels into groups that do not see each other (default 1); must divide both channel counts.
         groups: i64;
         /// Whether a bias is added (default `true`).

@@ -13,5 +13,4 @@ pub(super) mod matmul;
 pub(super) mod norm;
 pub(super) mod pool;
 pub(super) mod recurrent;
-mod setters;
 pub(super) mod sync_batch_norm;

@@ -4,6 +4,7 @@ use std::fmt;
 
 use tch::Tensor;
 
+use crate::config::setters;
 use crate::error::Result;
 use crate::nn::calls::call::within_call;
 use crate::nn::check::{at_least, divides, empty, explain};
@@ -114,22 +115,13 @@ pub struct LayerNormBuilder {
 }
 
 impl LayerNormBuilder {
-    /// Added to the variance before its root is taken (default 1e-5).
-    pub fn eps(mut self, eps: f64) -> Self {
-        self.eps = eps;
-        self
-    }
-
-    /// Whether each element has a trained scale and shift (default `true`); `false` leaves out both.
-    pub fn elementwise_affine(mut self, elementwise_affine: bool) -> Self {
-        self.elementwise_affine = elementwise_affine;
-        self
-    }
-
-    /// Whether the scale is accompanied by a shift (default `true`).
-    pub fn bias(mut self, bias: bool) -> Self {
-        self.bias = bias;
-        self
+    setters! {
+        /// Added to the variance before its root is taken (default 1e-5).
+        eps: f64;
+        /// Whether each element has a trained scale and shift (default `true`); `false` leaves out both.
+        elementwise_affine: bool;
+        /// Whether the scale is accompanied by a shift (default `true`).
+        bias: bool;
     }
 
     /// Makes the layer.
@@ -217,16 +209,11 @@ pub struct GroupNormBuilder {
 }
 
 impl GroupNormBuilder {
-    /// Added to the variance before its root is taken (default 1e-5).
-    pub fn eps(mut self, eps: f64) -> Self {
-        self.eps = eps;
-        self
-    }
-
-    /// Whether each channel has a trained scale and shift (default `true`).
-    pub fn affine(mut self, affine: bool) -> Self {
-        self.affine = affine;
-        self
+    setters! {
+        /// Added to the variance before its root is taken (default 1e-5).
+        eps: f64;
+        /// Whether each channel has a trained scale and shift (default `true`).
+        affine: bool;
     }
 
     /// Makes the layer.

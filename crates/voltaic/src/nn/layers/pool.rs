@@ -2,10 +2,10 @@
 
 use tch::Tensor;
 
+use crate::config::setters;
 use crate::error::Result;
 use crate::nn::calls::call::within_call;
 use crate::nn::check::{Sizes, at_least, explain, refuse};
-use crate::nn::layers::setters::setters;
 use crate::nn::module::{Forward, Module};
 
 /// The largest value under each window, as `torch.nn.MaxPool2d`.
@@ -78,11 +78,11 @@ pub struct MaxPool2dBuilder {
 impl MaxPool2dBuilder {
     setters! {
         /// Steps between windows (default: their size).
-        stride: impl Sizes<2>, sizes;
+        stride: impl Sizes<2> = stride.sizes();
         /// Rows and columns of minus infinity added on each side (default 0); at most half the window.
-        padding: impl Sizes<2>, sizes;
+        padding: impl Sizes<2> = padding.sizes();
         /// Steps between the elements of a window (default 1).
-        dilation: impl Sizes<2>, sizes;
+        dilation: impl Sizes<2> = dilation.sizes();
         /// Whether a window that fits only in part counts (default `false`).
         ceil_mode: bool;
     }
@@ -157,9 +157,9 @@ pub struct AvgPool2dBuilder {
 impl AvgPool2dBuilder {
     setters! {
         /// Steps between windows (default: their size).
-        stride: impl Sizes<2>, sizes;
+        stride: impl Sizes<2> = stride.sizes();
         /// Rows and columns of zeros added on each side (default 0); at most half the window.
-        padding: impl Sizes<2>, sizes;
+        padding: impl Sizes<2> = padding.sizes();
         /// Whether a window that fits only in part counts (default `false`).
         ceil_mode: bool;
         /// Whether the padding's zeros count in the mean (default `true`).

@@ -4,6 +4,7 @@ use std::fmt;
 
 use tch::Tensor;
 
+use crate::config::setters;
 use crate::error::{ModuleError, Problem, Result};
 use crate::nn::calls::call::{within_call, within_call_of};
 use crate::nn::check::{at_least, empty, probability};
@@ -207,34 +208,18 @@ macro_rules! recurrent {
         pub struct $builder(RecurrentBuilder);
 
         impl $builder {
-            /// Layers on top of each other (default 1).
-            pub fn num_layers(mut self, num_layers: i64) -> Self {
-                self.0.num_layers = num_layers;
-                self
-            }
-
-            /// Whether there are biases (default `true`).
-            pub fn bias(mut self, bias: bool) -> Self {
-                self.0.bias = bias;
-                self
-            }
-
-            /// Whether input and output are `[batch, time, features]`, not `[time, batch, features]` (default `false`).
-            pub fn batch_first(mut self, batch_first: bool) -> Self {
-                self.0.batch_first = batch_first;
-                self
-            }
-
-            /// Probability with which outputs of all layers but the last are dropped in training (default 0).
-            pub fn dropout(mut self, dropout: f64) -> Self {
-                self.0.dropout = dropout;
-                self
-            }
-
-            /// Whether the sequence is read from its end, too; outputs of both directions stand side by side (default `false`).
-            pub fn bidirectional(mut self, bidirectional: bool) -> Self {
-                self.0.bidirectional = bidirectional;
-                self
+            setters! {
+                in 0;
+                /// Layers on top of each other (default 1).
+                num_layers: i64;
+                /// Whether there are biases (default `true`).
+                bias: bool;
+                /// Whether input and output are `[batch, time, features]`, not `[time, batch, features]` (default `false`).
+                batch_first: bool;
+                /// Probability with which outputs of all layers but the last are dropped in training (default 0).
+                dropout: f64;
+                /// Whether the sequence is read from its end, too; outputs of both directions stand side by side (default `false`).
+                bidirectional: bool;
             }
 
             /// Makes the layer, with weights drawn uniformly within `1 / sqrt(hidden_size)`.

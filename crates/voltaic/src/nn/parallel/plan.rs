@@ -1,5 +1,6 @@
 //! How the layers of a module are to be divided.
 
+use crate::config::{conversions, setters};
 use voltaic_macros::Defaults;
 
 /// Divides a layer by its output features, as PyTorch's `ColwiseParallel`: each rank computes some of them. Of an
@@ -14,18 +15,13 @@ pub struct ColwiseParallel {
 }
 
 impl ColwiseParallel {
-    /// The features are so many parts of the same size, of each of which a rank has its share: 3 for query, key and value in one layer.
-    #[must_use]
-    pub fn parts(mut self, parts: i64) -> Self {
-        self.parts = parts;
-        self
-    }
-
-    /// So many features stay together: those of an attention head. The row-wise layer that follows needs the same unit.
-    #[must_use]
-    pub fn unit(mut self, features: i64) -> Self {
-        self.unit = features;
-        self
+    setters! {
+        /// The features are so many parts of the same size, of each of which a rank has its share: 3 for query, key and value in one layer.
+        #[must_use]
+        parts: i64;
+        /// So many features stay together: those of an attention head. The row-wise layer that follows needs the same unit.
+        #[must_use]
+        unit: i64;
     }
 
     /// All ranks get all features (PyTorch's `output_layouts=Replicate()`): for a layer that no row-wise one follows, such as the head
@@ -64,16 +60,9 @@ pub enum ParallelStyle {
     Rowwise(RowwiseParallel),
 }
 
-impl From<ColwiseParallel> for ParallelStyle {
-    fn from(style: ColwiseParallel) -> Self {
-        Self::Colwise(style)
-    }
-}
-
-impl From<RowwiseParallel> for ParallelStyle {
-    fn from(style: RowwiseParallel) -> Self {
-        Self::Rowwise(style)
-    }
+conversions! { ParallelStyle:
+    ColwiseParallel => |style| Self::Colwise(style),
+    RowwiseParallel => |style| Self::Rowwise(style),
 }
 
 /// Which layers of a module are divided, and how: PyTorch's `parallelize_plan`.

@@ -4,6 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::config::conversions;
 use crate::error::{CheckpointError, Problem, Result};
 use crate::optim::param_group::ParamGroup;
 use crate::optim::problems::Problems;
@@ -63,16 +64,9 @@ pub enum PerGroup {
     Each(Vec<f64>),
 }
 
-impl From<f64> for PerGroup {
-    fn from(value: f64) -> Self {
-        Self::All(value)
-    }
-}
-
-impl From<Vec<f64>> for PerGroup {
-    fn from(values: Vec<f64>) -> Self {
-        Self::Each(values)
-    }
+conversions! { PerGroup:
+    f64 => |value| Self::All(value),
+    Vec<f64> => |values| Self::Each(values),
 }
 
 impl PerGroup {

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize, Serializer};
 use tch::{Kind, Tensor};
 use voltaic_macros::Defaults;
 
+use crate::config::conversions;
 use crate::error::{ConfigError, Result};
 
 /// Which of the two formats tensors are cast to.
@@ -215,22 +216,10 @@ impl Default for Recipe {
     }
 }
 
-impl From<DelayedScaling> for Recipe {
-    fn from(recipe: DelayedScaling) -> Self {
-        Self::DelayedScaling(recipe)
-    }
-}
-
-impl From<Float8CurrentScaling> for Recipe {
-    fn from(recipe: Float8CurrentScaling) -> Self {
-        Self::Float8CurrentScaling(recipe)
-    }
-}
-
-impl From<RowwiseScaling> for Recipe {
-    fn from(recipe: RowwiseScaling) -> Self {
-        Self::RowwiseScaling(recipe)
-    }
+conversions! { Recipe:
+    DelayedScaling => |recipe| Self::DelayedScaling(recipe),
+    Float8CurrentScaling => |recipe| Self::Float8CurrentScaling(recipe),
+    RowwiseScaling => |recipe| Self::RowwiseScaling(recipe),
 }
 
 impl Recipe {

@@ -10,7 +10,7 @@ use voltaic_macros::Defaults;
 
 use super::inference::{InferenceSettings, TensorParallel, inference_of};
 use super::settings::{DeepSpeedSettings, TITLE};
-use crate::config::{Document, read_text_file};
+use crate::config::{Document, read_text_file, setters};
 use crate::error::{ConfigError, ConfigProblem};
 
 /// Arguments that have an effect with float16 only.
@@ -231,18 +231,13 @@ impl DeepSpeedStrategy {
         Self { config: Some(config), ..Self::default() }
     }
 
-    /// Sets the most elements of gradients that travel together.
-    #[must_use]
-    pub fn reduce_bucket_size(mut self, elements: u64) -> Self {
-        self.reduce_bucket_size = elements;
-        self
-    }
-
-    /// Sets whether optimizers are taken that DeepSpeed has not tested.
-    #[must_use]
-    pub fn zero_allow_untested_optimizer(mut self, allow: bool) -> Self {
-        self.zero_allow_untested_optimizer = allow;
-        self
+    setters! {
+        /// Sets the most elements of gradients that travel together.
+        #[must_use]
+        reduce_bucket_size: u64;
+        /// Sets whether optimizers are taken that DeepSpeed has not tested.
+        #[must_use]
+        zero_allow_untested_optimizer: bool;
     }
 
     /// The arguments as DeepSpeed's settings, as Lightning writes them.

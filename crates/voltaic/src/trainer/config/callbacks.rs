@@ -12,6 +12,7 @@ use crate::callback::{
     StochasticWeightAveragingConfig, ThroughputMonitor, ThroughputMonitorConfig, Timer, TimerConfig,
     WeightAveraging, WeightAveragingConfig,
 };
+use crate::config::conversions;
 use crate::error::ConfigError;
 use crate::trainer::config::searches::{BatchSizeFinderConfig, LearningRateFinderConfig};
 
@@ -58,16 +59,9 @@ pub enum CallbackConfig {
     DeviceStatsMonitor(DeviceStatsMonitorConfig),
 }
 
-impl From<LearningRateFinderConfig> for CallbackConfig {
-    fn from(config: LearningRateFinderConfig) -> Self {
-        Self::LearningRateFinder(config)
-    }
-}
-
-impl From<BatchSizeFinderConfig> for CallbackConfig {
-    fn from(config: BatchSizeFinderConfig) -> Self {
-        Self::BatchSizeFinder(config)
-    }
+conversions! { CallbackConfig:
+    LearningRateFinderConfig => |config| Self::LearningRateFinder(config),
+    BatchSizeFinderConfig => |config| Self::BatchSizeFinder(config),
 }
 
 impl CallbackConfig {

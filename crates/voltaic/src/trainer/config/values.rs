@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::callback::TimeSpan;
 use crate::checkpoint::HpuCheckpointIo;
+use crate::config::conversions;
 use crate::distributed::SlurmEnvironment;
 use crate::precision::{DeepSpeedPrecisionPlugin, HpuPrecisionPlugin};
 
@@ -20,23 +21,11 @@ pub enum Limit {
     Fraction(f64),
 }
 
-impl From<u64> for Limit {
-    fn from(batches: u64) -> Self {
-        Self::Batches(batches)
-    }
-}
-
-impl From<i32> for Limit {
+conversions! { Limit:
+    u64 => |batches| Self::Batches(batches),
     /// A negative number becomes a fraction that is refused when the trainer is built.
-    fn from(batches: i32) -> Self {
-        u64::try_from(batches).map_or(Self::Fraction(f64::from(batches)), Self::Batches)
-    }
-}
-
-impl From<f64> for Limit {
-    fn from(fraction: f64) -> Self {
-        Self::Fraction(fraction)
-    }
+    i32 => |batches| u64::try_from(batches).map_or(Self::Fraction(f64::from(batches)), Self::Batches),
+    f64 => |fraction| Self::Fraction(fraction),
 }
 
 /// When validation is due within an epoch: batches, a fraction of the epoch, or time.
@@ -55,16 +44,9 @@ impl<T: Into<Limit>> From<T> for ValCheckInterval {
     }
 }
 
-impl From<TimeSpan> for ValCheckInterval {
-    fn from(span: TimeSpan) -> Self {
-        Self::Time(span)
-    }
-}
-
-impl From<std::time::Duration> for ValCheckInterval {
-    fn from(time: std::time::Duration) -> Self {
-        Self::Time(time.into())
-    }
+conversions! { ValCheckInterval:
+    TimeSpan => |span| Self::Time(span),
+    std::time::Duration => |time| Self::Time(time.into()),
 }
 
 /// `true`, `false` or `warn`.
@@ -112,16 +94,9 @@ impl FastDevRun {
     }
 }
 
-impl From<bool> for FastDevRun {
-    fn from(flag: bool) -> Self {
-        Self::Flag(flag)
-    }
-}
-
-impl From<u64> for FastDevRun {
-    fn from(batches: u64) -> Self {
-        Self::Batches(batches)
-    }
+conversions! { FastDevRun:
+    bool => |flag| Self::Flag(flag),
+    u64 => |batches| Self::Batches(batches),
 }
 
 /// How gradients are clipped.
@@ -158,28 +133,11 @@ pub enum PluginConfig {
     SlurmEnvironment(SlurmEnvironment),
 }
 
-impl From<HpuPrecisionPlugin> for PluginConfig {
-    fn from(plugin: HpuPrecisionPlugin) -> Self {
-        Self::HpuPrecisionPlugin(plugin)
-    }
-}
-
-impl From<DeepSpeedPrecisionPlugin> for PluginConfig {
-    fn from(plugin: DeepSpeedPrecisionPlugin) -> Self {
-        Self::DeepSpeedPrecisionPlugin(plugin)
-    }
-}
-
-impl From<SlurmEnvironment> for PluginConfig {
-    fn from(plugin: SlurmEnvironment) -> Self {
-        Self::SlurmEnvironment(plugin)
-    }
-}
-
-impl From<HpuCheckpointIo> for PluginConfig {
-    fn from(_: HpuCheckpointIo) -> Self {
-        Self::HpuCheckpointIo
-    }
+conversions! { PluginConfig:
+    HpuPrecisionPlugin => |plugin| Self::HpuPrecisionPlugin(plugin),
+    DeepSpeedPrecisionPlugin => |plugin| Self::DeepSpeedPrecisionPlugin(plugin),
+    SlurmEnvironment => |plugin| Self::SlurmEnvironment(plugin),
+    HpuCheckpointIo => |_| Self::HpuCheckpointIo,
 }
 
 /// Which checkpoint a call starts from.
@@ -208,39 +166,17 @@ impl From<&str> for CkptPath {
     }
 }
 
-impl From<String> for CkptPath {
+conversions! { CkptPath:
     /// As of `&str`.
-    fn from(text: String) -> Self {
-        Self::from(text.as_str())
-    }
-}
-
-impl From<&String> for CkptPath {
+    String => |text| Self::from(text.as_str()),
     /// As of `&str`.
-    fn from(text: &String) -> Self {
-        Self::from(text.as_str())
-    }
-}
-
-impl From<PathBuf> for CkptPath {
+    &String => |text| Self::from(text.as_str()),
     /// A path, whatever it is called.
-    fn from(path: PathBuf) -> Self {
-        Self::At(path)
-    }
-}
-
-impl From<&Path> for CkptPath {
+    PathBuf => |path| Self::At(path),
     /// A path, whatever it is called.
-    fn from(path: &Path) -> Self {
-        Self::At(path.to_path_buf())
-    }
-}
-
-impl From<&PathBuf> for CkptPath {
+    &Path => |path| Self::At(path.to_path_buf()),
     /// A path, whatever it is called.
-    fn from(path: &PathBuf) -> Self {
-        Self::At(path.clone())
-    }
+    &PathBuf => |path| Self::At(path.clone()),
 }
 
 /// Weights that a fit begins with, as [`Trainer::weights`](crate::trainer::Trainer::weights) takes them.
