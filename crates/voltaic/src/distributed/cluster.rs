@@ -72,6 +72,7 @@ impl Variables {
 }
 
 /// What a launcher says.
+#[derive(Default)]
 struct Found {
     rank: usize,
     world_size: usize,
@@ -234,10 +235,7 @@ fn slurm(variables: &Variables, wanted: Wanted) -> Result<Found, ConfigError> {
         node_rank: variables.number("SLURM_NODEID")?.unwrap_or(0),
         master_addr,
         master_port: variables.port("MASTER_PORT")?.or(job_port).unwrap_or(DEFAULT_PORT),
-        launcher_hosts_store: false,
-        launcher: None,
-        elastic_run: None,
-        attempt: 0,
+        ..Found::default()
     })
 }
 
@@ -265,10 +263,7 @@ fn lsf(variables: &Variables) -> Result<Found, ConfigError> {
         node_rank: rank / per_node.max(1),
         master_addr: variables.text("MASTER_ADDR").unwrap_or(first).to_owned(),
         master_port: variables.port("MASTER_PORT")?.unwrap_or(10_000 + (job % 1000) as u16),
-        launcher_hosts_store: false,
-        launcher: None,
-        elastic_run: None,
-        attempt: 0,
+        ..Found::default()
     })
 }
 
@@ -304,10 +299,7 @@ fn mpi(variables: &Variables) -> Result<Found, ConfigError> {
         node_rank: rank / per_node.max(1),
         master_addr: address,
         master_port: variables.port("MASTER_PORT")?.unwrap_or(DEFAULT_PORT),
-        launcher_hosts_store: false,
-        launcher: None,
-        elastic_run: None,
-        attempt: 0,
+        ..Found::default()
     })
 }
 
@@ -323,10 +315,7 @@ fn kubeflow(variables: &Variables) -> Result<Found, ConfigError> {
         node_rank: rank,
         master_addr: required_address(variables, environment)?,
         master_port: variables.port("MASTER_PORT")?.unwrap_or(DEFAULT_PORT),
-        launcher_hosts_store: false,
-        launcher: None,
-        elastic_run: None,
-        attempt: 0,
+        ..Found::default()
     })
 }
 

@@ -12,7 +12,9 @@ use voltaic_macros::Defaults;
 use super::logger::Logger;
 use super::plot::plot_metrics;
 use super::plot_memory::plot_memory;
-use super::run_folder::{DEFAULT_NAME, RunFolder, RunFolders, Version, name_or_none, with_prefix};
+use super::run_folder::{
+    DEFAULT_NAME, RunFolder, RunFolders, Version, in_run_folder, name_or_none, with_prefix,
+};
 use crate::checkpoint::write_atomically;
 use crate::error::{Error, Result};
 
@@ -166,17 +168,7 @@ fn read_rows(bytes: &[u8], path: &Path) -> Result<Vec<Row>> {
 }
 
 impl Logger for CsvLogger {
-    fn log_dir(&self) -> Option<&Path> {
-        Some(&self.folder.path)
-    }
-
-    fn version(&self) -> Option<String> {
-        Some(self.folder.version.clone())
-    }
-
-    fn begin(&mut self, folders: &mut RunFolders) -> Result<()> {
-        self.folder.take(folders)
-    }
+    in_run_folder!();
 
     fn num_rows(&self) -> u64 {
         self.num_rows

@@ -11,7 +11,9 @@ use serde::{Deserialize, Serialize};
 use voltaic_macros::Defaults;
 
 use super::logger::Logger;
-use super::run_folder::{DEFAULT_NAME, RunFolder, RunFolders, Version, name_or_none, with_prefix};
+use super::run_folder::{
+    DEFAULT_NAME, RunFolder, RunFolders, Version, in_run_folder, name_or_none, with_prefix,
+};
 use crate::checkpoint::write_atomically;
 use crate::error::{Error, Result};
 
@@ -98,17 +100,7 @@ fn number(value: f64) -> Value {
 }
 
 impl Logger for JsonLinesLogger {
-    fn log_dir(&self) -> Option<&Path> {
-        Some(&self.folder.path)
-    }
-
-    fn version(&self) -> Option<String> {
-        Some(self.folder.version.clone())
-    }
-
-    fn begin(&mut self, folders: &mut RunFolders) -> Result<()> {
-        self.folder.take(folders)
-    }
+    in_run_folder!();
 
     fn num_rows(&self) -> u64 {
         self.num_rows

@@ -142,6 +142,24 @@ pub(super) fn with_prefix(metrics: &[(String, f64)], prefix: &str) -> Vec<(Strin
     metrics.iter().map(|(key, value)| (name(key), *value)).collect()
 }
 
+/// What all loggers that write below a [`RunFolder`] say of it.
+macro_rules! in_run_folder {
+    () => {
+        fn log_dir(&self) -> Option<&std::path::Path> {
+            Some(&self.folder.path)
+        }
+
+        fn version(&self) -> Option<String> {
+            Some(self.folder.version.clone())
+        }
+
+        fn begin(&mut self, folders: &mut RunFolders) -> Result<()> {
+            self.folder.take(folders)
+        }
+    };
+}
+pub(super) use in_run_folder;
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -13,7 +13,9 @@ use serde::{Deserialize, Serialize};
 use voltaic_macros::Defaults;
 
 use super::logger::Logger;
-use super::run_folder::{DEFAULT_NAME, RunFolder, RunFolders, Version, name_or_none, with_prefix};
+use super::run_folder::{
+    DEFAULT_NAME, RunFolder, RunFolders, Version, in_run_folder, name_or_none, with_prefix,
+};
 use super::tfevents::{self, Event};
 use crate::error::{Error, Result};
 
@@ -151,17 +153,7 @@ fn flatten(prefix: &str, value: &Value, flat: &mut Vec<(String, Value)>) {
 }
 
 impl Logger for TensorBoardLogger {
-    fn log_dir(&self) -> Option<&Path> {
-        Some(&self.folder.path)
-    }
-
-    fn version(&self) -> Option<String> {
-        Some(self.folder.version.clone())
-    }
-
-    fn begin(&mut self, folders: &mut RunFolders) -> Result<()> {
-        self.folder.take(folders)
-    }
+    in_run_folder!();
 
     fn resume(&mut self, _num_rows: Option<u64>, step: u64) -> Result<()> {
         self.write(&[Event::session_start(now(), step)])

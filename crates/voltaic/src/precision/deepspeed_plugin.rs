@@ -8,7 +8,7 @@ use serde_json::Value;
 use voltaic_macros::Defaults;
 
 use super::fp8::recipe::Recipe;
-use super::fp8::settings::{Fp8Settings, InferenceKeys};
+use super::fp8::settings::{Fp8Settings, InferenceKeys, fp8_plugin};
 use super::precision::Precision;
 use crate::error::ConfigError;
 
@@ -39,37 +39,11 @@ pub struct DeepSpeedPrecisionPlugin {
     pub fp8_data_path: Option<PathBuf>,
 }
 
+fp8_plugin!(DeepSpeedPrecisionPlugin);
+
 impl DeepSpeedPrecisionPlugin {
     /// The plugin for a precision, such as `bf16-mixed`.
     pub fn new(precision: impl Into<Value>) -> Self {
         Self { precision: precision.into(), ..Self::default() }
-    }
-
-    /// What it says of float8; `None` with another precision.
-    ///
-    /// # Errors
-    /// If it has settings for float8 with another precision, or a recipe that is none.
-    pub fn fp8(&self, precision: Precision) -> Result<Option<Fp8Settings>, ConfigError> {
-        let own = Fp8Settings {
-            replace_layers: self.replace_layers,
-            exclude_layers: self.exclude_layers.clone(),
-            min_weights: self.min_weights,
-            ..Fp8Settings::default()
-        };
-        let is_fp8 = precision == Precision::Fp8;
-        let keys = InferenceKeys {
-            inference: self.inference,
-            quant: &self.quant,
-            fp8_data_path: self.fp8_data_path.as_deref(),
-        };
-        Fp8Settings::of_plugin("DeepSpeedPrecisionPlugin", is_fp8, self.recipe.as_ref(), own, &keys)
-    }
-
-    /// The plugin for inference, to measure (`false`) or to quantize (`true`, the path of a JSON file, or the settings):
-    /// `plugin.inference(false).convert_modules(&mut model)` is the original's
-    /// `plugin.convert_modules(model, inference=True, quant=False)`.
-    #[must_use = "it is another plugin"]
-    pub fn inference(&self, quant: impl Into<Value>) -> Self {
-        Self { inference: true, quant: quant.into(), ..self.clone() }
     }
 }

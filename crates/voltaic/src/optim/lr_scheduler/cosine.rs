@@ -3,11 +3,12 @@
 use std::f64::consts::PI;
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
 use voltaic_macros::settings;
 
 use super::scheduler::{BuildLrScheduler, KEY, LrScheduler};
-use super::stepper::{At, BuildChained, Chained, Formula, base_lrs, finite, formula_schedule, read};
+use super::stepper::{
+    At, BuildChained, Chained, Formula, base_lrs, finite, formula_schedule, keeps_position,
+};
 use crate::error::Result;
 use crate::optim::checks::{at_least_one, not_negative};
 use crate::optim::param_group::ParamGroup;
@@ -156,18 +157,7 @@ impl LrScheduler for WarmRestarts {
         self.set(groups)
     }
 
-    fn last_lr(&self) -> &[f64] {
-        &self.position.last_lr
-    }
-
-    fn state_dict(&self) -> Value {
-        json!(self.position)
-    }
-
-    fn load_state_dict(&mut self, state: &Value) -> Result<()> {
-        self.position = read(self.config.name(), state, self.position.last_lr.len())?;
-        Ok(())
-    }
+    keeps_position!();
 }
 
 impl Chained for WarmRestarts {

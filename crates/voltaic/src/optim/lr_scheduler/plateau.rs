@@ -2,11 +2,10 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
 use voltaic_macros::settings;
 
 use super::scheduler::{BuildLrScheduler, KEY, LrScheduler, PerGroup};
-use super::stepper::read;
+use super::stepper::keeps_position;
 use crate::error::{OptimError, Problem, Result};
 use crate::optim::checks::{not_negative, rate};
 use crate::optim::param_group::ParamGroup;
@@ -173,16 +172,5 @@ impl LrScheduler for Plateau {
         Ok(())
     }
 
-    fn last_lr(&self) -> &[f64] {
-        &self.position.last_lr
-    }
-
-    fn state_dict(&self) -> Value {
-        json!(self.position)
-    }
-
-    fn load_state_dict(&mut self, state: &Value) -> Result<()> {
-        self.position = read(self.config.name(), state, self.position.last_lr.len())?;
-        Ok(())
-    }
+    keeps_position!();
 }

@@ -1,7 +1,7 @@
 //! What schedules share that compute each learning rate from the position and the one before.
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::scheduler::{LrScheduler, mismatch};
 use crate::error::{OptimError, Problem, Result};
@@ -92,6 +92,26 @@ macro_rules! formula_schedule {
     };
 }
 pub(super) use formula_schedule;
+
+/// What a schedule keeps: its `position`, by name, with the learning rates of the last step.
+macro_rules! keeps_position {
+    () => {
+        fn last_lr(&self) -> &[f64] {
+            &self.position.last_lr
+        }
+
+        fn state_dict(&self) -> serde_json::Value {
+            serde_json::json!(self.position)
+        }
+
+        fn load_state_dict(&mut self, state: &serde_json::Value) -> $crate::error::Result<()> {
+            let num_groups = self.position.last_lr.len();
+            self.position = $crate::optim::lr_scheduler::stepper::read(self.name(), state, num_groups)?;
+            Ok(())
+        }
+    };
+}
+pub(super) use keeps_position;
 
 /// A schedule given by its formula.
 pub(super) struct Stepper<F> {
@@ -186,18 +206,7 @@ impl<F: Formula> LrScheduler for Stepper<F> {
         self.set(groups, self.position.last_epoch + 1, false, F::next_lr)
     }
 
-    fn last_lr(&self) -> &[f64] {
-        &self.position.last_lr
-    }
-
-    fn state_dict(&self) -> Value {
-        json!(self.position)
-    }
-
-    fn load_state_dict(&mut self, state: &Value) -> Result<()> {
-        self.position = read(self.name, state, self.position.last_lr.len())?;
-        Ok(())
-    }
+    keeps_position!();
 }
 
 impl<F: Formula> Chained for Stepper<F> {

@@ -91,3 +91,39 @@ impl Fp8Settings {
         Ok(Some(Self { recipe: Arc::new(recipe), inference, ..own }))
     }
 }
+
+/// What a plugin says of float8.
+macro_rules! fp8_plugin {
+    ($plugin:ident) => {
+        impl $plugin {
+            /// What it says of float8; `None` with another precision.
+            ///
+            /// # Errors
+            /// If it has settings for float8 with another precision, or a recipe that is none.
+            pub fn fp8(&self, precision: Precision) -> Result<Option<Fp8Settings>, ConfigError> {
+                let own = Fp8Settings {
+                    replace_layers: self.replace_layers,
+                    exclude_layers: self.exclude_layers.clone(),
+                    min_weights: self.min_weights,
+                    ..Fp8Settings::default()
+                };
+                let is_fp8 = precision == Precision::Fp8;
+                let keys = InferenceKeys {
+                    inference: self.inference,
+                    quant: &self.quant,
+                    fp8_data_path: self.fp8_data_path.as_deref(),
+                };
+                Fp8Settings::of_plugin(stringify!($plugin), is_fp8, self.recipe.as_ref(), own, &keys)
+            }
+
+            /// The plugin for inference, to measure (`false`) or to quantize (`true`, the path of a JSON file, or the settings):
+            /// `plugin.inference(false).convert_modules(&mut model)` is the original's
+            /// `plugin.convert_modules(model, inference=True, quant=False)`.
+            #[must_use = "it is another plugin"]
+            pub fn inference(&self, quant: impl Into<Value>) -> Self {
+                Self { inference: true, quant: quant.into(), ..self.clone() }
+            }
+        }
+    };
+}
+pub(in crate::precision) use fp8_plugin;
