@@ -20,8 +20,8 @@ use voltaic::precision::fp8::{
 use voltaic::trainer::{GraphMode, PluginConfig, TrainerBuilder, seed_everything};
 
 use crate::operators::start_hpu;
-use crate::random_runs::{Activations, SaveAt, loaders, numbers, one, seeds};
-use crate::ranks::{STAGES, folder_of_rank, output, runs_all};
+use crate::random_runs::{Activations, SaveAt, cases, loaders, numbers, one, some};
+use crate::ranks::{STAGES, folder_of_rank, output};
 use crate::runs::{Batch, left_by, no_counts};
 
 const EPOCHS: i64 = 2;
@@ -275,20 +275,20 @@ fn graphs_checkpointed_modules_and_resumed_runs_are_the_plain_run() {
     let _alone = crate::alone();
     start_hpu();
     let folder = tempfile::tempdir().unwrap();
-    for seed in seeds(0..if runs_all() { 100 } else { 10 }) {
+    cases("", some(10, 100), |seed| {
         let plan = Plan::of(seed);
-        case(&plan, folder.path()).unwrap_or_else(|what| panic!("seed {seed}: {what}\n  {plan:?}"));
-    }
+        case(&plan, folder.path()).map(|()| true).map_err(|what| format!("{what}\n  {plan:?}"))
+    });
 }
 
 /// On each rank: ZeRO is DDP.
 fn on_ranks(ranks: usize, folder: &Path) {
     start_hpu();
-    for seed in seeds(0..if runs_all() { 40 } else { 3 }) {
+    cases(&format!(" on {ranks} ranks"), some(3, 40), |seed| {
         let plan = Plan::of(seed);
         let found = case_on_ranks(&plan, ranks, &folder.join(seed.to_string()));
-        found.unwrap_or_else(|what| panic!("seed {seed}: {what}\n  {plan:?}"));
-    }
+        found.map(|()| true).map_err(|what| format!("{what}\n  {plan:?}"))
+    });
 }
 
 fn case_on_ranks(plan: &Plan, ranks: usize, folder: &Path) -> Result<(), String> {

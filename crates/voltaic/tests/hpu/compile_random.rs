@@ -11,7 +11,7 @@ use voltaic::nn::Forward;
 use voltaic::{Module, ffi};
 
 use crate::compile::{distance, factors};
-use crate::random_runs::seeds;
+use crate::random_runs::{cases, some};
 use crate::support::{CPU, HPU, start};
 
 /// All tensors of a program have this shape.
@@ -239,12 +239,7 @@ fn case(seed: u64, counts: &mut Counts) -> Result<(), String> {
 fn compiled_programs_are_as_exact_as_the_code() {
     let _rng = start();
     let mut counts = Counts::default();
-    let runs_all = std::env::var_os("VOLTAIC_TEST_ALL").is_some();
-    for seed in seeds(0..if runs_all { 10_000 } else { 150 }) {
-        if let Err(what) = case(seed, &mut counts) {
-            panic!("seed {seed}: {what}");
-        }
-    }
+    cases("", some(150, 10_000), |seed| case(seed, &mut counts).map(|()| true));
     println!("{counts:?}");
     assert!(2 * counts.nonsense <= counts.programs, "{counts:?}");
     assert!(counts.programs < 10 || (counts.replays > 0 && counts.fused > counts.programs), "{counts:?}");

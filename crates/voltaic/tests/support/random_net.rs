@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rand::RngExt;
 use rand::rngs::StdRng;
-use voltaic::module::StepContext;
+use voltaic::module::{StepContext, StepHook};
 use voltaic::nn::{
     AttentionMask, BatchNorm2d, Buffer, Callable, Conv2d, Dropout, Embedding, Forward, LayerNorm, Linear,
     ModuleExt, MultiheadAttention, Parameter,
 };
-use voltaic::optim::ParamGroupSpec;
+use voltaic::optim::{Adadelta, Adagrad, Adam, AdamW, Lamb, Lion, Optimizers, ParamGroupSpec, RmsProp, Sgd};
 use voltaic::{Kind, Module, Tensor};
 
 use crate::random_runs::{Manual, numbers, one};
@@ -22,17 +22,20 @@ macro_rules! plan {
         pub struct $name { $($(#[$doc])* pub $field: $type,)* }
 
         impl $name {
-            /// Leaves out fields, and blocks by number, to find out which of them a failure needs.
-            pub fn without(mut self, parts: &str) -> Self {
+            /// The run of a seed without the fields, and the blocks by number, in `VOLTAIC_FUZZ_WITHOUT`, to find out which of them a
+            /// failure needs.
+            pub fn reduced(seed: u64) -> Self {
+                let mut plan = Self::of(seed);
+                let parts = std::env::var("VOLTAIC_FUZZ_WITHOUT").unwrap_or_default();
                 for part in parts.split(',').filter(|part| !part.is_empty()) {
                     $($(if part == stringify!($field) {
-                        self.$field = $off;
+                        plan.$field = $off;
                         continue;
                     })?)*
-                    self.blocks.remove(part.parse().expect("a field that can be left out, or the number of a block"));
+                    plan.blocks.remove(part.parse().expect("a field that can be left out, or the number of a block"));
                 }
-                self.reconcile();
-                self
+                plan.reconcile();
+                plan
             }
         }
     };
@@ -342,6 +345,118 @@ pub fn init(net: &impl Module, frozen: [Option<usize>; 2]) {
     }
     for number in frozen.into_iter().flatten() {
         let _ = parameters[number % parameters.len()].set_requires_grad(false);
+    }
+}
+
+/// What a step does with a block besides a call.
+#[derive(Debug, Clone, Copy)]
+pub struct Uses {
+    pub twice: bool,
+    /// What it gives is written to.
+    pub in_place: bool,
+    /// It is called with what is detached, too.
+    pub detached: bool,
+    /// It is called without grad, too.
+    pub no_grad: bool,
+}
+
+impl Uses {
+    pub fn of(
+        self,
+        mut h: Tensor,
+        mut call: impl FnMut(&Tensor) -> anyhow::Result<Tensor>,
+    ) -> anyhow::Result<Tensor> {
+        for _ in 0..if self.twice { 2 } else { 1 } {
+            let mut own = call(&h)?;
+            if self.in_place {
+                own += 0.125;
+                own = own.leaky_relu_();
+            }
+            h = (&h * 0.5 + own).tanh();
+        }
+        if self.detached {
+            h = h.shallow_clone() + call(&h.detach())? * 0.25;
+        }
+        if self.no_grad {
+            let aside = tch::no_grad(|| call(&h))?;
+            h = &h + aside * 0.25;
+        }
+        Ok(h)
+    }
+}
+
+/// A loss, and the squares of a parameter and of the gradient of what comes in.
+pub fn penalized(
+    net: &impl Module,
+    mut loss: Tensor,
+    penalty: Option<usize>,
+    of_gradient: Option<&Tensor>,
+) -> anyhow::Result<Tensor> {
+    let kind = loss.kind();
+    if let Some(number) = penalty {
+        let parameters = net.parameters();
+        let of = &parameters[number % parameters.len()];
+        loss += of.square().sum(kind) * 0.01;
+    }
+    if let Some(x) = of_gradient {
+        let grads = Tensor::f_run_backward(&[&loss], &[x], true, true)?;
+        loss += grads[0].square().mean(kind);
+    }
+    Ok(loss)
+}
+
+/// An optimizer.
+#[allow(dead_code, reason = "each program draws some of them")]
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Rule {
+    AdamW,
+    Adam,
+    Sgd,
+    Adagrad,
+    RmsProp,
+    Adadelta,
+    Lion,
+    Lamb,
+}
+
+impl Rule {
+    pub fn optimizers(self, masters: bool) -> Optimizers {
+        match self {
+            Self::AdamW => AdamW::new(0.01).master_weights(masters).into(),
+            Self::Adam => Adam::new(0.01).weight_decay(0.01).master_weights(masters).into(),
+            Self::Sgd => Sgd::new(0.05).momentum(0.9).master_weights(masters).into(),
+            Self::Adagrad => Adagrad::new(0.02).master_weights(masters).into(),
+            Self::RmsProp => RmsProp::new(0.01).master_weights(masters).into(),
+            Self::Adadelta => Adadelta::new(0.5).master_weights(masters).into(),
+            Self::Lion => Lion::new(0.005).master_weights(masters).into(),
+            Self::Lamb => Lamb::new(0.01).master_weights(masters).into(),
+        }
+    }
+}
+
+/// When something is done by hand.
+#[allow(dead_code, reason = "each program draws some of them")]
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum When {
+    EpochStart,
+    BatchStart,
+    Forward,
+    BeforeZeroGrad,
+    BeforeBackward,
+    AfterBackward,
+    BeforeStep,
+    BatchEnd,
+    EpochEnd,
+}
+
+impl When {
+    pub fn of(hook: StepHook) -> Self {
+        match hook {
+            StepHook::OnBeforeZeroGrad => Self::BeforeZeroGrad,
+            StepHook::OnBeforeBackward => Self::BeforeBackward,
+            StepHook::OnAfterBackward => Self::AfterBackward,
+            StepHook::OnBeforeOptimizerStep => Self::BeforeStep,
+        }
     }
 }
 

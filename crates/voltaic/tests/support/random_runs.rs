@@ -21,6 +21,31 @@ pub fn seeds(default: Range<u64>) -> Range<u64> {
     }
 }
 
+/// So many seeds, or more with `VOLTAIC_TEST_ALL`.
+pub fn some(default: u64, all: u64) -> Range<u64> {
+    0..if std::env::var_os("VOLTAIC_TEST_ALL").is_some() { all } else { default }
+}
+
+/// Runs the case of each seed: an error if something differs, false if it does not run at all. Those after the first that fails only with
+/// `VOLTAIC_FUZZ_ON`.
+pub fn cases(of: &str, default: Range<u64>, mut case: impl FnMut(u64) -> Result<bool, String>) {
+    let goes_on = std::env::var_os("VOLTAIC_FUZZ_ON").is_some();
+    let (mut failed, mut left_out, seeds) = (Vec::new(), 0, seeds(default));
+    for seed in seeds.clone() {
+        match case(seed) {
+            Ok(runs) => left_out += u64::from(!runs),
+            Err(what) => {
+                assert!(goes_on, "seed {seed}{of}: {what}");
+                println!("\nseed {seed}{of}: {what}");
+                failed.push(seed);
+            }
+        }
+    }
+    let count = seeds.end - seeds.start;
+    assert!(3 * left_out <= count.max(3), "{left_out} of {count} cases{of} do not run");
+    assert!(failed.is_empty(), "seeds {failed:?}{of}");
+}
+
 /// A number that stands for a module or a parameter, in one of so many cases.
 pub fn maybe(rng: &mut StdRng, chance: u32) -> Option<usize> {
     let (number, is_there) = (rng.random_range(0..64), rng.random_range(0..chance) == 0);
@@ -62,6 +87,10 @@ pub enum Activations {
 }
 
 impl Activations {
+    pub fn random(rng: &mut StdRng) -> Self {
+        one(rng, [Self::Recompute, Self::Save, Self::Save, Self::Offload])
+    }
+
     /// Of the modules with a name.
     pub fn of(self, modules: &str) -> ActivationCheckpointingConfig {
         let save = if self == Self::Save { &["matmul", "attention", "tanh"][..] } else { &[] };
@@ -85,6 +114,12 @@ pub struct Manual {
     pub again: bool,
 }
 
+impl Manual {
+    pub fn random(rng: &mut StdRng) -> Self {
+        Self { toggles: rng.random(), drops_every: one(rng, [1, 1, 2]), again: rng.random() }
+    }
+}
+
 /// An average of the weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Average {
@@ -94,6 +129,10 @@ pub enum Average {
 }
 
 impl Average {
+    pub fn random(rng: &mut StdRng) -> Self {
+        one(rng, [Self::None, Self::None, Self::None, Self::Ema, Self::Swa])
+    }
+
     pub fn add_to(self, builder: TrainerBuilder) -> TrainerBuilder {
         match self {
             Self::None => builder,

@@ -8,8 +8,9 @@ use voltaic::nn::ModuleExt;
 use voltaic::{Module, Tensor, ffi};
 
 use super::net::{Batch, Net, stored};
-use super::plan::{Deed, Plan, When};
+use super::plan::{Deed, Plan};
 use super::{Bits, described};
+use crate::random_net::When;
 
 /// Does by hand what a plan asks for, and looks at each batch.
 pub struct Hands {
@@ -70,13 +71,7 @@ impl Callback for Hands {
         ctx: &mut HookContext,
         module: &dyn Module,
     ) -> anyhow::Result<()> {
-        let when = match hook {
-            StepHook::OnBeforeZeroGrad => When::BeforeZeroGrad,
-            StepHook::OnBeforeBackward => When::BeforeBackward,
-            StepHook::OnAfterBackward => When::AfterBackward,
-            StepHook::OnBeforeOptimizerStep => When::BeforeStep,
-        };
-        self.at(when, ctx, module);
+        self.at(When::of(hook), ctx, module);
         Ok(())
     }
 

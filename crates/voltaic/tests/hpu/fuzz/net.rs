@@ -3,13 +3,12 @@
 use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::nn::{Linear, ModuleExt, set_training};
 use voltaic::optim::{
-    Adadelta, Adagrad, Adam, AdamW, ExponentialLr, Interval, Lamb, Lion, LrSchedulerSpec, OneCycleLr,
-    Optimizer, Optimizers, ParamGroupSpec, RmsProp, Sgd,
+    ExponentialLr, Interval, LrSchedulerSpec, OneCycleLr, Optimizer, Optimizers, ParamGroupSpec,
 };
 use voltaic::{Kind, Module, Tensor};
 
-use super::plan::{Logs, Plan, Reads, Rule, Schedule};
-use crate::random_net::{Block, Shape, WIDTH, groups, init, step_by_hand};
+use super::plan::{Logs, Plan, Reads, Schedule};
+use crate::random_net::{Block, Shape, Uses, WIDTH, groups, init, penalized, step_by_hand};
 
 pub type Batch = (Tensor, Tensor);
 
@@ -62,33 +61,19 @@ impl Net {
             if is(plan.unused) {
                 continue;
             }
-            for _ in 0..if is(plan.twice) { 2 } else { 1 } {
-                let mut own = ctx.graphed(block, &h)?;
-                if plan.in_place {
-                    own = own.copy();
-                    own += 0.125;
-                    own = own.leaky_relu_();
-                }
-                h = (&h * 0.5 + own).tanh();
-            }
-            if is(plan.detached) {
-                h = h.shallow_clone() + ctx.graphed(block, &h.detach())? * 0.25;
-            }
-            if is(plan.no_grad) {
-                let aside = tch::no_grad(|| ctx.graphed(block, &h))?;
-                h = &h + aside * 0.25;
-            }
+            let uses = Uses {
+                twice: is(plan.twice),
+                in_place: plan.in_place,
+                detached: is(plan.detached),
+                no_grad: is(plan.no_grad),
+            };
+            h = uses.of(h, |x| {
+                let own = ctx.graphed(block, x)?;
+                Ok(if plan.in_place { own.copy() } else { own })
+            })?;
         }
-        let mut loss = (ctx.graphed(&self.out, &h)? - y).square().mean(Kind::Float);
-        if let Some(number) = plan.penalty {
-            let parameters = self.parameters();
-            let of = &parameters[number % parameters.len()];
-            loss += of.square().sum(Kind::Float) * 0.01;
-        }
-        if plan.grad_penalty {
-            let grads = Tensor::f_run_backward(&[&loss], &[&x], true, true)?;
-            loss += grads[0].square().mean(Kind::Float);
-        }
+        let loss = (ctx.graphed(&self.out, &h)? - y).square().mean(Kind::Float);
+        let loss = penalized(self, loss, plan.penalty, plan.grad_penalty.then_some(&x))?;
         if plan.writes_batch {
             let _ = y.shallow_clone().f_mul_scalar_(0.5)?;
         }
@@ -99,16 +84,7 @@ impl Net {
     }
 
     fn rule(&self) -> Optimizers {
-        match self.plan.rule {
-            Rule::AdamW => AdamW::new(0.01).into(),
-            Rule::Adam => Adam::new(0.01).weight_decay(0.01).into(),
-            Rule::Sgd => Sgd::new(0.05).momentum(0.9).into(),
-            Rule::Adagrad => Adagrad::new(0.02).into(),
-            Rule::RmsProp => RmsProp::new(0.01).into(),
-            Rule::Adadelta => Adadelta::new(0.5).into(),
-            Rule::Lion => Lion::new(0.005).into(),
-            Rule::Lamb => Lamb::new(0.01).into(),
-        }
+        self.plan.rule.optimizers(false)
     }
 
     fn schedule(&self, made: Optimizers) -> Optimizers {

@@ -3,20 +3,8 @@
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use crate::random_net::Shape;
+use crate::random_net::{Rule, Shape, When};
 use crate::random_runs::{Activations, Average, Manual, maybe, one};
-
-/// When somebody does something by hand.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum When {
-    EpochStart,
-    BatchStart,
-    BeforeZeroGrad,
-    BeforeBackward,
-    AfterBackward,
-    BeforeStep,
-    BatchEnd,
-}
 
 /// What is done by hand, to a parameter, in each third batch.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -31,18 +19,6 @@ pub enum Deed {
     SetDecay,
     /// Its values in other memory.
     SetData,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Rule {
-    AdamW,
-    Adam,
-    Sgd,
-    Adagrad,
-    RmsProp,
-    Adadelta,
-    Lion,
-    Lamb,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -162,7 +138,7 @@ impl Plan {
     pub fn of(seed: u64) -> Self {
         let rng = &mut StdRng::seed_from_u64(seed);
         let blocks = (0..rng.random_range(1..4)).map(|_| Shape::random(rng, 0, true)).collect();
-        let manual = Manual { toggles: rng.random(), drops_every: one(rng, [1, 1, 2]), again: rng.random() };
+        let manual = Manual::random(rng);
         let by_hand = deed(rng);
         let rules = [
             Rule::AdamW,
@@ -219,7 +195,7 @@ impl Plan {
             clip: one(rng, [None, None, None, Some((true, 0.05)), Some((false, 0.01))]),
             precision: one(rng, precisions),
             manual: (rng.random_range(0..8) == 0).then_some(manual),
-            average: one(rng, [Average::None, Average::None, Average::None, Average::Ema, Average::Swa]),
+            average: Average::random(rng),
             validates: rng.random_range(0..3) == 0,
             validates_within: rng.random(),
             saved: maybe(rng, 4),
@@ -230,10 +206,7 @@ impl Plan {
             batches: rng.random_range(3..9),
             epochs: rng.random_range(2..5),
             checkpointed: one(rng, [None, None, Some("Block"), Some("Linear"), Some("blocks.*")]),
-            activations: one(
-                rng,
-                [Activations::Recompute, Activations::Save, Activations::Save, Activations::Offload],
-            ),
+            activations: Activations::random(rng),
         };
         // drawn last, so that the cases before it was there stay as they are
         if plan.precision == "32-true" && rng.random_range(0..4) == 0 {

@@ -8,7 +8,6 @@ mod net;
 mod plan;
 
 use std::collections::HashSet;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -26,12 +25,12 @@ use voltaic::trainer::Trainer;
 use voltaic::{Kind, Module, Tensor};
 
 use crate::models::Batch;
-use crate::random_net::Shape;
-use crate::random_runs::{self, SaveAt, seeds};
-use crate::ranks::{runs_all, silent, weights};
+use crate::random_net::{Shape, When};
+use crate::random_runs::{self, SaveAt, some};
+use crate::ranks::{silent, weights};
 use net::Net;
 pub use plan::End;
-use plan::{Plan, When};
+use plan::Plan;
 
 const STAGES: [ZeroStage; 3] = [ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
 
@@ -74,12 +73,7 @@ impl Callback for Hands {
         ctx: &mut HookContext,
         module: &dyn Module,
     ) -> anyhow::Result<()> {
-        match hook {
-            StepHook::OnBeforeBackward => self.at(When::BeforeBackward, ctx, module),
-            StepHook::OnAfterBackward => self.at(When::AfterBackward, ctx, module),
-            StepHook::OnBeforeOptimizerStep => self.at(When::BeforeStep, ctx, module),
-            StepHook::OnBeforeZeroGrad => {}
-        }
+        self.at(When::of(hook), ctx, module);
         Ok(())
     }
 
@@ -407,7 +401,7 @@ fn compare(
 
 /// What differs in a case. False if it does not run at all.
 fn case(seed: u64, ranks: usize, folder: &Path) -> Result<bool, String> {
-    let plan = Plan::of(seed).without(&std::env::var("VOLTAIC_FUZZ_WITHOUT").unwrap_or_default());
+    let plan = Plan::reduced(seed);
     let of_plan = |what: String| format!("{what}\n  {plan:?}");
     let ddp = match run(&plan, ranks, None, folder, "ddp", (None, 2)) {
         Ok(ddp) => ddp,
@@ -434,41 +428,21 @@ fn case(seed: u64, ranks: usize, folder: &Path) -> Result<bool, String> {
     Ok(true)
 }
 
-/// Runs the case of each seed, in a folder of its own: an error if something differs, false if it does not run at all.
-pub fn cases(
-    ranks: usize,
-    folder: &Path,
-    default: Range<u64>,
-    case: impl Fn(u64, &Path) -> Result<bool, String>,
-) {
-    let (mut failed, mut left_out, seeds) = (Vec::new(), 0, seeds(default));
-    let (count, mut before) = (seeds.clone().count(), None);
-    for seed in seeds {
+/// [`random_runs::cases`], each in a folder of its own.
+pub fn cases(ranks: usize, folder: &Path, default: u64, case: impl Fn(u64, &Path) -> Result<bool, String>) {
+    let mut before = None;
+    random_runs::cases(&format!(" on {ranks} ranks"), some(default, 500), |seed| {
         let own = folder.join(format!("{seed}-{ranks}"));
         std::fs::create_dir_all(&own).unwrap();
         let done = case(seed, &own);
-        left_out += usize::from(done == Ok(false));
-        if let Err(what) = done {
-            println!("\nseed {seed} on {ranks} ranks: {what}");
-            failed.push(seed);
-            if std::env::var_os("VOLTAIC_FUZZ_ON").is_none() {
-                panic!("seed {seed} on {ranks} ranks: {what}");
-            }
-        }
         // all ranks are done with the one before
         before.replace(own).map(std::fs::remove_dir_all);
-    }
-    assert!(3 * left_out <= count.max(3), "{left_out} of {count} cases do not run");
-    assert!(failed.is_empty(), "seeds {failed:?} on {ranks} ranks");
-}
-
-/// So many seeds, or all with `VOLTAIC_TEST_ALL`.
-pub fn some(default: u64) -> Range<u64> {
-    if runs_all() { 0..500 } else { 0..default }
+        done
+    });
 }
 
 fn stages_are_ddp(ranks: usize, folder: &Path, default: u64) {
-    cases(ranks, folder, some(default), |seed, folder| case(seed, ranks, folder));
+    cases(ranks, folder, default, |seed, folder| case(seed, ranks, folder));
 }
 
 on_ranks_tests! {

@@ -5,14 +5,12 @@ use std::sync::atomic::Ordering;
 
 use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::nn::{Callable, Linear, ModuleExt};
-use voltaic::optim::{
-    Adagrad, AdamW, ExponentialLr, Interval, LrSchedulerSpec, Optimizers, ParamGroupSpec, RmsProp, Sgd,
-};
+use voltaic::optim::{ExponentialLr, Interval, LrSchedulerSpec, Optimizers, ParamGroupSpec};
 use voltaic::{Kind, Module, Tensor};
 
-use super::plan::{Plan, Rule, When};
+use super::plan::Plan;
 use crate::models::Batch;
-use crate::random_net::{Block, WIDTH, groups, init, step_by_hand};
+use crate::random_net::{Block, Uses, WIDTH, When, groups, init, penalized, step_by_hand};
 
 /// The network, and what was seen of it.
 #[derive(Module)]
@@ -76,47 +74,23 @@ impl Net {
                 continue;
             }
             let block = &self.blocks[at];
-            let times = if is(plan.twice, at) { 2 } else { 1 };
-            for _ in 0..times {
-                let mut own = block.call(&h)?;
-                if plan.in_place {
-                    own += 0.125;
-                    own = own.leaky_relu_();
-                }
-                h = (&h * 0.5 + own).tanh();
-            }
-            if is(plan.detached, at) {
-                h = h.shallow_clone() + block.call(&h.detach())? * 0.25;
-            }
-            if is(plan.no_grad, at) {
-                let aside = tch::no_grad(|| block.call(&h))?;
-                h = &h + aside * 0.25;
-            }
+            let uses = Uses {
+                twice: is(plan.twice, at),
+                in_place: plan.in_place,
+                detached: is(plan.detached, at),
+                no_grad: is(plan.no_grad, at),
+            };
+            h = uses.of(h, |x| block.call(x))?;
         }
         if plan.transposed {
             h = &h + h.matmul(self.input.weight.tensor()).matmul(&self.input.weight.tr());
         }
-        let mut loss = (self.out.call(&h)? - y).square().mean(self.loss_kind());
-        if let Some(number) = plan.penalty {
-            let parameters = self.parameters();
-            let of = &parameters[number % parameters.len()];
-            loss += of.square().sum(self.loss_kind()) * 0.01;
-        }
-        if plan.grad_penalty {
-            let grads = Tensor::f_run_backward(&[&loss], &[&x], true, true)?;
-            loss += grads[0].square().mean(self.loss_kind());
-        }
-        Ok(loss)
+        let loss = (self.out.call(&h)? - y).square().mean(self.loss_kind());
+        penalized(self, loss, plan.penalty, plan.grad_penalty.then_some(&x))
     }
 
     fn rule(&self) -> Optimizers {
-        let masters = self.has_masters;
-        match self.plan.rule {
-            Rule::AdamW => AdamW::new(0.01).master_weights(masters).into(),
-            Rule::Sgd => Sgd::new(0.05).momentum(0.9).master_weights(masters).into(),
-            Rule::Adagrad => Adagrad::new(0.02).master_weights(masters).into(),
-            Rule::RmsProp => RmsProp::new(0.01).master_weights(masters).into(),
-        }
+        self.plan.rule.optimizers(self.has_masters)
     }
 }
 

@@ -4,7 +4,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use voltaic::ffi::FileBackend;
 
-use crate::random_net::Shape;
+use crate::random_net::{Rule, Shape, When};
 use crate::random_runs::{Activations, Average, Manual, maybe, one};
 
 /// A checkpoint of an end, from which another run goes on.
@@ -16,26 +16,6 @@ pub enum End {
     Training,
     /// Of training, in a run of one epoch; the other trains for one more.
     Short,
-}
-
-/// When somebody writes to a weight by hand.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum When {
-    BatchStart,
-    Forward,
-    BeforeBackward,
-    AfterBackward,
-    BeforeStep,
-    BatchEnd,
-    EpochEnd,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Rule {
-    AdamW,
-    Sgd,
-    Adagrad,
-    RmsProp,
 }
 
 /// What stage 3 has in files, down to single elements, and how they are moved.
@@ -175,19 +155,10 @@ impl Plan {
         let mut rng = StdRng::seed_from_u64(seed);
         let rng = &mut rng;
         let blocks = (0..rng.random_range(1..5)).map(|_| Shape::random(rng, 0, false)).collect();
-        let manual = Manual { toggles: rng.random(), drops_every: one(rng, [1, 1, 2]), again: rng.random() };
-        let hand = one(
-            rng,
-            [
-                When::BatchStart,
-                When::Forward,
-                When::BeforeBackward,
-                When::AfterBackward,
-                When::BeforeStep,
-                When::BatchEnd,
-                When::EpochEnd,
-            ],
-        );
+        let manual = Manual::random(rng);
+        use When::{AfterBackward, BatchEnd, BatchStart, BeforeBackward, BeforeStep, EpochEnd, Forward};
+        let hands = [BatchStart, Forward, BeforeBackward, AfterBackward, BeforeStep, BatchEnd, EpochEnd];
+        let hand = one(rng, hands);
         let mut plan = Self {
             blocks,
             twice: maybe(rng, 4),
@@ -212,7 +183,7 @@ impl Plan {
             clip: one(rng, [None, None, None, Some(0.05)]),
             manual: (rng.random_range(0..5) == 0).then_some(manual),
             nan: maybe(rng, 12),
-            average: one(rng, [Average::None, Average::None, Average::None, Average::Ema, Average::Swa]),
+            average: Average::random(rng),
             validates: rng.random_range(0..3) == 0,
             saved: maybe(rng, 3),
             excess: one(rng, [0, 0, 1, 3]),
@@ -234,10 +205,7 @@ impl Plan {
             offload: maybe(rng, 3).map(|number| ([0.0, 0.5, 1.0, 1.0][number % 4], number % 3 == 0)),
             checkpointed: one(rng, [None, None, Some("Block"), Some("Linear"), Some("blocks.*")]),
             in_files: None,
-            activations: one(
-                rng,
-                [Activations::Recompute, Activations::Save, Activations::Save, Activations::Offload],
-            ),
+            activations: Activations::random(rng),
             offloaded_states: None,
         };
         if plan.half && rng.random() {

@@ -28,7 +28,7 @@ use voltaic::strategy::DeepSpeedStrategy;
 use voltaic::trainer::{GraphMode, TrainerBuilder};
 use voltaic::{Kind, Tensor};
 
-use crate::fuzz::{End, SaveEnd, cases, some};
+use crate::fuzz::{End, SaveEnd, cases};
 use crate::models::Batch;
 use crate::random_runs::SaveAt;
 use crate::ranks::{silent, weights};
@@ -259,7 +259,7 @@ fn compare(plan: &Plan, own: &Outcome, expected: &Outcome) -> anyhow::Result<()>
 }
 
 fn compare_runs(accelerator: &'static str, ranks: usize, folder: &Path) {
-    cases(ranks, folder, some(24), |seed, folder| {
+    cases(ranks, folder, 24, |seed, folder| {
         let plan = Plan::of(seed, ranks, accelerator);
         let done = run(&plan, folder).and_then(|own| compare(&plan, &own, &train(&plan)));
         done.map(|()| true).map_err(|error| format!("{error:#}\n  {plan:?}"))

@@ -12,8 +12,8 @@ use super::expected::{Outcome, train};
 use super::net::Net;
 use super::plan::Plan;
 use super::{add_checkpoint, builder, compare, loaders, own_loop};
-use crate::fuzz::{End, SaveEnd, some};
-use crate::random_runs::seeds;
+use crate::fuzz::{End, SaveEnd};
+use crate::random_runs::{cases, some};
 use crate::ranks::{on_ranks_in_turn, weights};
 
 /// The run of a plan in its folder, up to the checkpoint.
@@ -59,12 +59,11 @@ fn exact(weights: &[(String, Tensor)], saved: &Path) -> anyhow::Result<Vec<Tenso
 
 /// The case of each seed that is one of so many ranks.
 fn each(ranks: usize, folder: &Path, own: fn(&Plan, &Path, usize) -> Option<anyhow::Result<()>>) {
-    for seed in seeds(some(24)) {
+    cases(&format!(" on {ranks} ranks"), some(24, 500), |seed| {
         let plan = Plan::moved(seed);
-        if let Some(Err(error)) = own(&plan, &folder.join(format!("{seed}")), ranks) {
-            panic!("seed {seed} on {ranks} ranks: {error:#}\n  {plan:?}");
-        }
-    }
+        let done = own(&plan, &folder.join(format!("{seed}")), ranks).unwrap_or(Ok(()));
+        done.map(|()| true).map_err(|error| format!("{error:#}\n  {plan:?}"))
+    });
 }
 
 fn save_all(ranks: usize, folder: &Path) {

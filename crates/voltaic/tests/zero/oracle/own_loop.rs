@@ -13,8 +13,8 @@ use super::expected::{Outcome, data, train};
 use super::net::Net;
 use super::plan::{Plan, Restart};
 use super::{compare, deepspeed};
-use crate::fuzz::{cases, some};
-use crate::ranks::{on_ranks, weights};
+use crate::fuzz::cases;
+use crate::ranks::weights;
 
 fn launch(plan: &Plan, folder: &Path) -> voltaic::Result<Fabric> {
     let mut builder = Fabric::builder().accelerator(plan.accelerator).devices(plan.ranks as i64);
@@ -82,7 +82,7 @@ pub fn run(plan: &Plan, folder: &Path, second: Option<usize>) -> anyhow::Result<
 }
 
 fn compare_runs(accelerator: &'static str, ranks: usize, folder: &Path) {
-    cases(ranks, folder, some(16), |seed, folder| {
+    cases(ranks, folder, 16, |seed, folder| {
         let schedules = [None, Some(Interval::Step), Some(Interval::Epoch)];
         let plan = Plan::of(seed, ranks, accelerator).of_own_loop(schedules[seed as usize % 3]);
         let done = || {
@@ -96,23 +96,8 @@ fn compare_runs(accelerator: &'static str, ranks: usize, folder: &Path) {
     });
 }
 
-#[test]
-fn one_rank_of_fabric_is_a_loop_in_tch() {
-    on_ranks("oracle::own_loop::one_rank_of_fabric_is_a_loop_in_tch", 1, |ranks, folder| {
-        compare_runs("cpu", ranks, folder);
-    });
-}
-
-#[test]
-fn two_ranks_of_fabric_are_a_loop_in_tch() {
-    on_ranks("oracle::own_loop::two_ranks_of_fabric_are_a_loop_in_tch", 2, |ranks, folder| {
-        compare_runs("cpu", ranks, folder);
-    });
-}
-
-#[test]
-fn an_emulated_hpu_of_fabric_is_a_loop_in_tch() {
-    on_ranks("oracle::own_loop::an_emulated_hpu_of_fabric_is_a_loop_in_tch", 1, |ranks, folder| {
-        compare_runs("hpu", ranks, folder);
-    });
+on_ranks_tests! {
+    one_rank_of_fabric_is_a_loop_in_tch: 1, |ranks, folder| compare_runs("cpu", ranks, folder);
+    two_ranks_of_fabric_are_a_loop_in_tch: 2, |ranks, folder| compare_runs("cpu", ranks, folder);
+    an_emulated_hpu_of_fabric_is_a_loop_in_tch: 1, |ranks, folder| compare_runs("hpu", ranks, folder);
 }
