@@ -375,8 +375,7 @@ fn tensors_of_layers_are_saved() {
     assert_eq!(of("weight"), &net.second.weight.to_device(CPU));
     assert_eq!(of("bias"), &net.second.bias.as_ref().unwrap().to_device(CPU));
     let nowhere = settings(json!({"mode": "MEASURE", "observer": "save"}));
-    let found = message(quant::convert(&mut Net::new(), &nowhere));
-    assert!(found.contains("observer") && found.contains("dump_stats_path"), "{found}");
+    assert_contains!(message(quant::convert(&mut Net::new(), &nowhere)), "observer", "dump_stats_path");
 }
 
 #[test]
@@ -454,8 +453,7 @@ fn what_cannot_be_is_refused_with_what_to_do() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().to_path_buf();
     let convert = |quant: Value, net: &mut Net| plugin(quant, &path).convert_modules(net);
-    let missing = message(convert(json!(true), &mut Net::new()));
-    assert!(missing.contains("Failed to load file") && missing.contains("fp8_data_path"), "{missing}");
+    assert_contains!(message(convert(json!(true), &mut Net::new())), "Failed to load file", "fp8_data_path");
     let mut net = Net::new();
     convert(json!(false), &mut net).unwrap();
     let _ = predicted(&mut trainer(HpuPrecisionPlugin::new("fp8")), &mut net);
@@ -480,10 +478,8 @@ fn what_cannot_be_is_refused_with_what_to_do() {
     assert!(found.contains("measure_hooks_maxabs_per_channel.json"), "{found}");
     convert(json!(true), &mut net).unwrap();
     convert(json!(true), &mut net).unwrap(); // nothing more is done
-    let found = message(convert(json!(false), &mut net));
-    assert!(found.contains("is quantized already"), "{found}");
-    let found = message(net.load_state_dict(&before, true).map(drop));
-    assert!(found.contains("the module is quantized"), "{found}");
+    assert_contains!(message(convert(json!(false), &mut net)), "is quantized already");
+    assert_contains!(message(net.load_state_dict(&before, true).map(drop)), "the module is quantized");
     let fit = trainer(HpuPrecisionPlugin::new("fp8")).fit(&mut net, &mut loaders(4));
     assert!(message(fit).contains("which cannot be trained"));
     let fit = trainer(plugin(true, &path)).fit(&mut Net::new(), &mut loaders(4));

@@ -266,8 +266,7 @@ fn a_cache_that_was_not_measured_is_named() {
     assert_eq!(done, Converted::Quantized { layers: 1, unmeasured });
     let config = GenerationConfig { max_new_tokens: 2, temperature: 0.0, ..GenerationConfig::default() };
     let error = Generator::new(&net, config).unwrap().generate(&[vec![1]]).unwrap_err();
-    let text = format!("{error:#}");
-    assert!(text.contains("Layer 'k_cache' was called but was not quantized"), "{text}");
+    assert_contains!(format!("{error:#}"), "Layer 'k_cache' was called but was not quantized");
     // replays would not measure
     let mut net = TwoHeads::new();
     net.eval();

@@ -8,6 +8,10 @@
     reason = "a test that panics has failed"
 )]
 
+#[macro_use]
+#[path = "../support/assert_error.rs"]
+mod assert_error;
+
 #[path = "../support/compare.rs"]
 mod compare;
 #[allow(unused, reason = "what other programs need of it")]

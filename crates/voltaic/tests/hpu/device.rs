@@ -85,8 +85,7 @@ fn dtypes_that_the_cards_lack_are_refused() {
             "{message}"
         );
     }
-    let message = refused(x.f_fft_rfft(None, -1, "backward"));
-    assert!(message.contains("complex64 does not exist on gaudi2"), "{message}");
+    assert_contains!(refused(x.f_fft_rfft(None, -1, "backward")), "complex64 does not exist on gaudi2");
     for kind in [Kind::Half, Kind::BFloat16, Kind::Float8e4m3fn, Kind::Int64, Kind::Uint8, Kind::Bool] {
         assert_eq!(x.to_kind(kind).kind(), kind);
     }
@@ -96,8 +95,7 @@ fn dtypes_that_the_cards_lack_are_refused() {
 fn sparse_tensors_are_refused_with_a_reason() {
     let _rng = start();
     let x = Tensor::eye(3, on(HPU));
-    let message = refused(x.f_to_sparse(None, None::<&[i64]>, None));
-    assert!(message.contains("sparse"), "{message}");
+    assert_contains!(refused(x.f_to_sparse(None, None::<&[i64]>, None)), "sparse");
     let indices = Tensor::from_slice(&[0_i64, 1, 1, 0]).reshape([2, 2]).to_device(HPU);
     let message = refused(Tensor::f_sparse_coo_tensor_indices_size(
         &indices,
@@ -256,8 +254,7 @@ fn changed_saved_values_are_noticed() {
     let x = Tensor::ones([3], on(HPU)).set_requires_grad(true);
     let y = x.exp();
     let _ = y.detach().g_add_scalar_(1.0);
-    let message = refused(y.sum(Kind::Float).f_backward());
-    assert!(message.contains("modified by an inplace operation"), "{message}");
+    assert_contains!(refused(y.sum(Kind::Float).f_backward()), "modified by an inplace operation");
 }
 
 #[test]

@@ -95,6 +95,5 @@ fn dynamic_parts_between_graphs_train_the_same_with_two_ranks() {
         println!("all equal");
         return;
     }
-    let text = run_ranks();
-    assert!(text.contains("all equal"), "{text}");
+    assert_contains!(run_ranks(), "all equal");
 }

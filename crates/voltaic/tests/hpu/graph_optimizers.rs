@@ -123,8 +123,7 @@ fn graphs_of_steps_with_manual_optimization_are_refused() {
     let mut net =
         FirstUse { fc: Linear::new(3, 2).unwrap(), graph: HpuGraph::new(), optimizer: String::new() };
     let result = trainer(Device::Cpu, GraphMode::Step).fit(&mut net, &mut Loaders::new().train(regression()));
-    let error = result.unwrap_err().to_string();
-    assert!(error.contains("trainer.graph") && error.contains("manual optimization"), "{error}");
+    assert_error!(result, "trainer.graph", "manual optimization");
 }
 
 /// What changes in the optimizer after three steps.

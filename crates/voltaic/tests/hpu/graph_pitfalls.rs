@@ -71,8 +71,7 @@ fn numbers_of_the_host_that_change_are_found_out() {
             assert!(refusal.as_ref().is_some_and(|why| why.contains("not static")), "{refusal:?}");
         }
         let callable = make_graphed_callables(Counts::new(elements, 9), &rand(&[3, 4]), 1);
-        let error = callable.err().unwrap().to_string();
-        assert!(error.contains("not static"), "{error}");
+        assert_error!(callable, "not static");
     }
 }
 

@@ -148,11 +148,9 @@ fn devices_that_one_process_cannot_drive_are_refused() {
         (voltaic::trainer::Devices::from(vec![1]), "not chosen one by one"),
         (voltaic::trainer::Devices::from("x"), "`x` is not a choice of devices"),
     ] {
-        let error = trainer(root.path(), "hpu").devices(devices).build().err().unwrap().to_string();
-        assert!(error.contains("trainer.devices") && error.contains(expected), "{error}");
+        assert_error!(trainer(root.path(), "hpu").devices(devices).build(), "trainer.devices", expected);
     }
-    let error = trainer(root.path(), "tpu").build().err().unwrap().to_string();
-    assert!(error.contains("trainer.accelerator") && error.contains("use auto, cpu, cuda, hpu"), "{error}");
+    assert_error!(trainer(root.path(), "tpu").build(), "trainer.accelerator", "use auto, cpu, cuda, hpu");
 }
 
 /// Training losses of a few epochs.

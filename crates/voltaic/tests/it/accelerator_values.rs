@@ -130,15 +130,13 @@ fn values_that_cannot_be_used_are_refused_with_the_reason() {
         "{unknown}"
     );
     assert!(unknown.contains("one of cpu, cuda, hpu"), "{unknown}");
-    let other = error(Counted { name: "hpu", ..Counted::new() });
-    assert!(
-        other.contains("its devices are of another kind (cpu); let Accelerator::name return cpu"),
-        "{other}"
+    assert_contains!(
+        error(Counted { name: "hpu", ..Counted::new() }),
+        "its devices are of another kind (cpu); let Accelerator::name return cpu"
     );
-    let none = error(Counted { has_none: true, ..Counted::new() });
-    assert!(
-        none.contains("trainer.devices: cpu gives no device for it; let Accelerator::parse_devices"),
-        "{none}"
+    assert_contains!(
+        error(Counted { has_none: true, ..Counted::new() }),
+        "trainer.devices: cpu gives no device for it; let Accelerator::parse_devices"
     );
     if CudaAccelerator.availability().is_err() {
         let of = |error: voltaic::Error| error.to_string();

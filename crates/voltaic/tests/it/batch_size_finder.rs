@@ -168,6 +168,5 @@ fn other_errors_and_batches_made_elsewhere_are_reported() {
         ]}))
         .unwrap(),
     );
-    let error = error.build().err().unwrap().to_string();
-    assert!(error.contains("trainer.callbacks.0.max_trials: 0; use a number from 1"), "{error}");
+    assert_error!(error.build(), "trainer.callbacks.0.max_trials: 0; use a number from 1");
 }

@@ -533,9 +533,5 @@ fn checkpoints_by_time_at_a_failure_and_beside_those_of_other_runs() {
         train_time_interval: Some("00:00:01:00".into()),
         ..Default::default()
     });
-    let error = error.err().unwrap().to_string();
-    assert!(
-        error.contains("ModelCheckpoint.every_n_epochs: set together with train_time_interval"),
-        "{error}"
-    );
+    assert_error!(error, "ModelCheckpoint.every_n_epochs: set together with train_time_interval");
 }

@@ -209,8 +209,7 @@ fn storage_options_are_refused_by_name() {
 #[test]
 fn a_class_given_twice_is_refused() {
     let plugins = vec![PluginConfig::AsyncCheckpointIo, PluginConfig::AsyncCheckpointIo];
-    let error = silent().plugins(plugins).build().err().expect("twice").to_string();
-    assert!(error.contains("trainer.plugins"), "{error}");
+    assert_contains!(silent().plugins(plugins).build().err().expect("twice").to_string(), "trainer.plugins");
     let builder = silent().plugins(vec![PluginConfig::HpuCheckpointIo]).checkpoint_io(FileCheckpointIo);
     assert!(builder.build().err().expect("twice").to_string().contains("give one of the two"));
 }
@@ -222,10 +221,9 @@ fn names_that_do_not_fit_are_told() {
     let before = Vec::<f32>::try_from(to.weight.detach().flatten(0, -1)).unwrap();
     let prefixed: Vec<(String, Tensor)> =
         from.state_dict().into_iter().map(|(name, tensor)| (format!("model.{name}"), tensor)).collect();
-    let error = to.load_state_dict(&prefixed, false).unwrap_err().to_string();
-    assert!(
-        error.contains("none of the names fits: 2 missing (weight, bias), 2 unexpected (model.bias, model.weight); take the prefix `model.` off"),
-        "{error}"
+    assert_error!(
+        to.load_state_dict(&prefixed, false),
+        "none of the names fits: 2 missing (weight, bias), 2 unexpected (model.bias, model.weight); take the prefix `model.` off"
     );
     assert_eq!(before, Vec::<f32>::try_from(to.weight.detach().flatten(0, -1)).unwrap());
     let mut partly = prefixed;
@@ -238,6 +236,5 @@ fn names_that_do_not_fit_are_told() {
     assert!(to.weight.detach().equal(&from.weight.detach()));
     assert!(to.load_state_dict(&from.state_dict(), true).unwrap().is_empty());
     assert!(to.load_state_dict(&[], false).is_ok(), "nothing was to be loaded");
-    let error = to.load_state_dict(&partly, true).unwrap_err().to_string();
-    assert!(error.contains("missing bias, unexpected model.bias"), "{error}");
+    assert_error!(to.load_state_dict(&partly, true), "missing bias, unexpected model.bias");
 }

@@ -448,8 +448,7 @@ fn editors_and_shells_know_the_keys() {
             assert!(script.contains(word), "{shell}: no {word}");
         }
     }
-    let error = run(&["completion", "tcl"]).err;
-    assert!(error.contains("bash") && error.contains("zsh"), "{error}");
+    assert_contains!(run(&["completion", "tcl"]).err, "bash", "zsh");
 }
 
 #[test]
@@ -488,8 +487,7 @@ fn the_help_of_the_real_binary_says_things_once() {
     }
     let chosen = ["fit", "--lr_scheduler=SequentialLR", "--help"];
     let output = Command::new(env!("CARGO_BIN_EXE_voltaic")).args(chosen).output().unwrap();
-    let text = String::from_utf8(output.stdout).unwrap();
-    assert!(text.contains("(add --lr_scheduler.schedulers=NAME "), "{text}");
+    assert_contains!(String::from_utf8(output.stdout).unwrap(), "(add --lr_scheduler.schedulers=NAME ");
 }
 
 #[test]

@@ -306,8 +306,7 @@ fn a_leading_tilde_is_the_home_folder() {
     ]);
     let mut layers = Layers::of::<Run>();
     layers.file("~/no such file.yaml");
-    let error = layers.resolve().unwrap_err().to_string();
-    assert!(error.contains(&format!("cannot read {home}/no such")), "{error}");
+    assert_error!(layers.resolve(), &format!("cannot read {home}/no such"));
 }
 
 #[test]

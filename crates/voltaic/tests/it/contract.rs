@@ -13,86 +13,41 @@ use voltaic::trainer::{Trainer, TrainerConfig};
 use crate::contract_module::{Data, Events, Net, Notes, Settings, Watch};
 
 /// Runs in which voltaic does something else on purpose, with what it is and where the documents say so. Each has to differ.
-const WANTED: &[(u64, &str)] = &[
-    (0, GOES_ON),
-    (142, GOES_ON),
-    (8, NO_LOADER),
-    (57, NO_LOADER),
-    (64, NO_LOADER),
-    (124, NO_LOADER),
-    (166, NO_LOADER),
-    (212, NO_LOADER),
-    (222, NO_LOADER),
-    (39, NO_BATCH),
-    (157, NO_BATCH),
-    (180, NO_BATCH),
-    (207, NO_BATCH),
-    (10, ASKS_FIRST),
-    (47, ASKS_FIRST),
-    (53, ASKS_FIRST),
-    (54, ASKS_FIRST),
-    (114, ASKS_FIRST),
-    (117, ASKS_FIRST),
-    (128, ASKS_FIRST),
-    (155, ASKS_FIRST),
-    (181, ASKS_FIRST),
-    (140, ASKS_FIRST),
-    (38, CUT_SHORT),
-    (42, CUT_SHORT),
-    (78, CUT_SHORT),
-    (80, CUT_SHORT),
-    (86, CUT_SHORT),
-    (134, CUT_SHORT),
-    (27, BY_STEPS),
-    (50, BY_STEPS),
-    (92, BY_STEPS),
-    (138, BY_STEPS),
-    (150, BY_STEPS),
-    (176, BY_STEPS),
-    (197, BY_STEPS),
-    (52, LAST),
-    (105, LAST),
-    (174, LAST),
-    (196, LAST),
-    (90, FAST_DEV_RUN),
-    (139, FAST_DEV_RUN),
-    (167, FAST_DEV_RUN),
-    (184, FAST_DEV_RUN),
-    (226, FAST_DEV_RUN),
-    (16, SWA),
-    (96, SWA),
-    (97, SWA),
-    (109, SWA),
-    (127, SWA),
-    (144, EMA),
-    (233, EMA),
-    (115, STEP),
-    (219, STEP),
-    (151, VERSIONS),
-    (225, VERSIONS),
-    (206, NAN_SCORE),
-    (116, NO_GRADIENT),
-    (175, OF_STEPS),
+const WANTED: &[(&[u64], &str)] = &[
+    (&[0, 142], "rows of validation steps are counted on in a resumed run (docs/logging.md)"),
+    (&[8, 57, 64, 124, 166, 212, 222], "validate without a loader is an error (docs/trainer_arguments.md)"),
+    (&[39, 157, 180, 207], "a loader without a single batch is refused (docs/trainer_arguments.md)"),
+    (
+        &[10, 47, 53, 54, 114, 117, 128, 155, 181, 140],
+        "loaders are asked for before training, even if they are not used (docs/hooks.md)",
+    ),
+    (
+        &[38, 42, 78, 80, 86, 134],
+        "a metric that an epoch cut short has not logged is no error (docs/checkpoints.md)",
+    ),
+    (
+        &[27, 50, 92, 138, 150, 176, 197],
+        "a checkpoint by steps waits for the validation that follows (docs/checkpoints.md)",
+    ),
+    (
+        &[52, 105, 174, 196],
+        "last.ckpt is written at each turn, whether or not the model is among the best (docs/checkpoints.md)",
+    ),
+    (
+        &[90, 139, 167, 184, 226],
+        "a fast_dev_run writes nothing, and LearningRateMonitor has no logger (docs/checkpoints.md)",
+    ),
+    (
+        &[16, 96, 97, 109, 127],
+        "running statistics do not train, and a run that is stopped gets the average (docs/callbacks.md)",
+    ),
+    (&[144, 233], "before its first update the average is not used (docs/callbacks.md)"),
+    (&[115, 219], "a row whose step is replaced keeps its epoch (docs/logging.md)"),
+    (&[151, 225], "save_top_k=-1 overwrites no checkpoint of the same name (docs/checkpoints.md)"),
+    (&[206], "a score that is not finite is not in the state (docs/checkpoints.md)"),
+    (&[116], "clipping needs no gradient (docs/trainer_arguments.md)"),
+    (&[175], "callbacks know what single batches of an evaluation log (docs/logging.md)"),
 ];
-
-const GOES_ON: &str = "rows of validation steps are counted on in a resumed run (docs/logging.md)";
-const NO_LOADER: &str = "validate without a loader is an error (docs/trainer_arguments.md)";
-const NO_BATCH: &str = "a loader without a single batch is refused (docs/trainer_arguments.md)";
-const ASKS_FIRST: &str = "loaders are asked for before training, even if they are not used (docs/hooks.md)";
-const CUT_SHORT: &str = "a metric that an epoch cut short has not logged is no error (docs/checkpoints.md)";
-const BY_STEPS: &str = "a checkpoint by steps waits for the validation that follows (docs/checkpoints.md)";
-const LAST: &str =
-    "last.ckpt is written at each turn, whether or not the model is among the best (docs/checkpoints.md)";
-const FAST_DEV_RUN: &str =
-    "a fast_dev_run writes nothing, and LearningRateMonitor has no logger (docs/checkpoints.md)";
-const SWA: &str =
-    "running statistics do not train, and a run that is stopped gets the average (docs/callbacks.md)";
-const EMA: &str = "before its first update the average is not used (docs/callbacks.md)";
-const STEP: &str = "a row whose step is replaced keeps its epoch (docs/logging.md)";
-const VERSIONS: &str = "save_top_k=-1 overwrites no checkpoint of the same name (docs/checkpoints.md)";
-const NAN_SCORE: &str = "a score that is not finite is not in the state (docs/checkpoints.md)";
-const OF_STEPS: &str = "callbacks know what single batches of an evaluation log (docs/logging.md)";
-const NO_GRADIENT: &str = "clipping needs no gradient (docs/trainer_arguments.md)";
 
 /// A drawn run and what Lightning did.
 #[derive(Deserialize)]
@@ -491,7 +446,7 @@ fn runs_under_random_settings_are_as_lightnings() {
                 break;
             }
         }
-        match WANTED.iter().find(|(wanted, ..)| *wanted == seed) {
+        match WANTED.iter().find(|(seeds, _)| seeds.contains(&seed)) {
             Some((_, reason)) if all.is_empty() => {
                 wrong.push(format!("seed {seed} does not differ: {reason}"))
             }

@@ -454,8 +454,7 @@ fn weighted_sampler_follows_the_weights() {
         (vec![1.0, 0.0], 2, false, "2 draws"),
         (vec![1.0], 0, true, "0 draws"),
     ] {
-        let error = message(WeightedRandomSampler::new(weights, num_samples, replacement));
-        assert!(error.contains(text), "{error}");
+        assert_contains!(message(WeightedRandomSampler::new(weights, num_samples, replacement)), text);
     }
 }
 
@@ -473,8 +472,7 @@ fn tensor_datasets_gather_all_their_tensors() {
     assert_eq!(Vec::<i64>::try_from(&batches[1].1).unwrap(), [3]);
     assert_eq!(batches[0].batch_size(), Some(2));
 
-    let error = message(TensorDataset::new((x.shallow_clone(), y.narrow(0, 0, 5))));
-    assert!(error.contains("[[6, 2], [5]]"), "{error}");
+    assert_contains!(message(TensorDataset::new((x.shallow_clone(), y.narrow(0, 0, 5)))), "[[6, 2], [5]]");
     assert!(TensorDataset::new(Tensor::from(1.0)).is_err());
     assert!(TensorDataset::new(Vec::<Tensor>::new()).is_err());
     assert!(message(Subset::new(dataset, vec![0, 6])).contains("sample 6 of a dataset of 6"));

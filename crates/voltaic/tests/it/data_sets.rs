@@ -350,8 +350,7 @@ fn mnist_data_refuses_what_it_was_not_asked_for() {
     assert!(error.contains("MnistData.set: full asked for, found a subset of MNIST: 12000"), "{error}");
     let too_many =
         MnistDataConfig { data_dir: digits, val_size: SplitSize::Count(12_000), ..Default::default() };
-    let error = MnistData::new(too_many).setup(Stage::Fit).unwrap_err().to_string();
-    assert!(error.contains("MnistData.val_size: 12000 of 12000 samples"), "{error}");
+    assert_error!(MnistData::new(too_many).setup(Stage::Fit), "MnistData.val_size: 12000 of 12000 samples");
     let nowhere = MnistDataConfig { data_dir: Some("no/such".into()), ..MnistDataConfig::default() };
     let error = message(MnistData::new(nowhere).files().cloned());
     assert!(error.starts_with("no/such/train-images-idx3-ubyte is missing"), "{error}");

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use tempfile::TempDir;
-use voltaic::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig};
+use voltaic::callback::{Callback, LambdaCallback, ModelCheckpoint, ModelCheckpointConfig};
 use voltaic::checkpoint::{Checkpoint, CheckpointIo, write_atomically};
 use voltaic::logger::{Logger, RunFolders};
 use voltaic::module::{HookContext, LightningModule, StepContext};
@@ -192,24 +192,18 @@ fn a_rank_killed_while_saving_leaves_the_checkpoint_before_which_others_go_on_fr
     }
 }
 
-/// Says that training has begun on all ranks, and trains on.
-struct Endless;
-
-impl Callback for Endless {
-    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        if ctx.global_step() == 3 && ctx.is_global_zero() {
-            println!("\ntraining");
-        }
-        if plays("stuck") && ctx.global_step() == 3 {
-            std::thread::sleep(Duration::from_secs(60));
-        }
-        Ok(())
-    }
-}
-
 fn train_until_told() {
-    let builder =
-        builder(&folder_of_parent()).devices(2).max_epochs(-1).save_on_signal(true).callback(Endless);
+    let builder = builder(&folder_of_parent()).devices(2).max_epochs(-1).save_on_signal(true).callback(
+        LambdaCallback::new().on_train_batch_end(|ctx, _| {
+            if ctx.global_step() == 3 && ctx.is_global_zero() {
+                println!("\ntraining");
+            }
+            if plays("stuck") && ctx.global_step() == 3 {
+                std::thread::sleep(Duration::from_secs(60));
+            }
+            Ok(())
+        }),
+    );
     let mut trainer = builder.build().unwrap_or_else(|error| fail(&error));
     match trainer.fit(&mut Net::new(), &mut loaders(None)) {
         Err(voltaic::Error::Interrupted { signal, .. }) => {

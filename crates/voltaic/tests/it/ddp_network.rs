@@ -5,10 +5,8 @@ use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use voltaic::Module;
-use voltaic::callback::Callback;
+use voltaic::callback::LambdaCallback;
 use voltaic::checkpoint::Checkpoint;
-use voltaic::module::HookContext;
 use voltaic::strategy::DdpConfig;
 
 use crate::ddp::{FOLDER, Net, alone, assert_same, builder, finish, folder_of_parent, loaders, weights};
@@ -61,34 +59,25 @@ fn two_nodes_with_addresses_of_their_own_train_together() {
     }
     let folder = TempDir::new().unwrap();
     let Some(output) = on_two_nodes("on two nodes", folder.path()) else { return };
-    let text = text_of(&output);
-    assert!(text.contains("nodes ended with 0 and 0"), "{text}");
+    assert_contains!(text_of(&output), "nodes ended with 0 and 0");
     let (_kept, expected, ..) = alone(2, 1);
     assert_same(&weights(folder.path()), &expected);
-}
-
-/// Cuts the cable on node 1 in the second epoch.
-struct Cut;
-
-impl Callback for Cut {
-    fn on_train_batch_start(
-        &mut self,
-        ctx: &mut HookContext,
-        _module: &mut dyn Module,
-    ) -> anyhow::Result<()> {
-        let is_second = ctx.process_group().is_some_and(|group| group.rank() == 1);
-        if is_second && (ctx.current_epoch(), ctx.batch_idx()) == (1, 2) {
-            let status = Command::new("ip").args(["link", "set", "cable1", "down"]).status()?;
-            anyhow::ensure!(status.success(), "the cable stays");
-        }
-        Ok(())
-    }
 }
 
 fn train_until_cut(folder: &Path) {
     let config = DdpConfig { timeout_secs: 3.0, ..DdpConfig::default() };
     let builder = builder(folder).devices(1).num_nodes(2_u64).strategy(config).enable_checkpointing(true);
-    let mut trainer = builder.callback(Cut).build().unwrap();
+    let mut trainer = builder
+        .callback(LambdaCallback::new().on_train_batch_start(|ctx, _| {
+            let is_second = ctx.process_group().is_some_and(|group| group.rank() == 1);
+            if is_second && (ctx.current_epoch(), ctx.batch_idx()) == (1, 2) {
+                let status = Command::new("ip").args(["link", "set", "cable1", "down"]).status()?;
+                anyhow::ensure!(status.success(), "the cable stays");
+            }
+            Ok(())
+        }))
+        .build()
+        .unwrap();
     if let Err(error) = trainer.fit(&mut Net::new(), &mut loaders(None)) {
         eprintln!("error: {error}");
         std::process::exit(1);

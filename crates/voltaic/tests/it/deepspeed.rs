@@ -257,8 +257,7 @@ fn the_environment_names_a_file() {
         ];
         voltaic(&options, &[("PL_DEEPSPEED_CONFIG_PATH", path)]).1
     };
-    let found = run(&path.display().to_string());
-    assert!(found.contains("ds.json:1): 9 is not a stage"), "{found}");
+    assert_contains!(run(&path.display().to_string()), "ds.json:1): 9 is not a stage");
     let pipe = folder.path().join("pipe");
     assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     for path in ["/dev/zero", pipe.to_str().unwrap(), folder.path().to_str().unwrap()] {
@@ -272,10 +271,9 @@ fn the_environment_names_a_file() {
             "{found}"
         );
     }
-    let found = run("/nowhere.json");
-    assert!(
-        found.contains("PL_DEEPSPEED_CONFIG_PATH: you passed in a path to a DeepSpeed config but"),
-        "{found}"
+    assert_contains!(
+        run("/nowhere.json"),
+        "PL_DEEPSPEED_CONFIG_PATH: you passed in a path to a DeepSpeed config but"
     );
 }
 

@@ -131,8 +131,7 @@ fn deepspeeds_schedules_refuse_settings_out_of_range() {
     ];
     for (config, expected) in table {
         let mut optimizer = two_groups(true);
-        let error = config_error(config.build(optimizer.param_groups_mut()));
-        assert!(error.contains(expected), "{error}");
+        assert_contains!(config_error(config.build(optimizer.param_groups_mut())), expected);
         assert_eq!(optimizer.param_groups()[1].lr, 0.02, "a refused schedule changes nothing");
     }
 }

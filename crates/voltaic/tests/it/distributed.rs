@@ -220,8 +220,7 @@ fn three_ranks_exchange_tensors_and_objects() {
             error.contains(if group.rank() == 1 { "it has none" } else { "rank 1 could not send" }),
             "{error}"
         );
-        let error = group.broadcast_object(&odd, 1).unwrap_err().to_string();
-        assert!(error.contains("broadcast_object"), "{error}");
+        assert_error!(group.broadcast_object(&odd, 1), "broadcast_object");
         group.barrier().unwrap();
         // several under way at once
         let tensors: Vec<Tensor> = (0..4).map(|i| own() * f64::from(i)).collect();
@@ -331,20 +330,17 @@ fn ranks_that_do_not_come_are_named() {
 fn a_port_in_use_and_an_unknown_host_are_named() {
     let taken = std::net::TcpListener::bind("0.0.0.0:0").unwrap();
     let port = taken.local_addr().unwrap().port();
-    let error = refused(&placement(0, 2, port));
-    assert!(
-        error.contains(&format!("MASTER_PORT={port} is in use on this host; set MASTER_PORT")),
-        "{error}"
+    assert_contains!(
+        refused(&placement(0, 2, port)),
+        &format!("MASTER_PORT={port} is in use on this host; set MASTER_PORT")
     );
     let unknown = RankPlacement { master_addr: "no-such-host.invalid".to_owned(), ..placement(1, 2, port) };
-    let error = refused(&unknown);
-    assert!(error.contains("MASTER_ADDR=no-such-host.invalid is not a known host"), "{error}");
+    assert_contains!(refused(&unknown), "MASTER_ADDR=no-such-host.invalid is not a known host");
 }
 
 #[test]
 fn nobody_at_the_address_is_told() {
-    let error = refused(&placement(1, 2, free_port()));
-    assert!(error.contains("nothing answers within 0.6 s") && error.contains("MASTER_PORT"), "{error}");
+    assert_contains!(refused(&placement(1, 2, free_port())), "nothing answers within 0.6 s", "MASTER_PORT");
 }
 
 /// What processes that join at one store say, by their place in `placements` (rank and world size). The first holds

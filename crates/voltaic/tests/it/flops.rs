@@ -167,8 +167,7 @@ net.2 | Linear     |     51 |   384 |  [4, 16] |    [4, 3]
 fn what_cannot_be_counted_is_explained() {
     let _rng = seeded(1);
     let config = ModelSummaryConfig { max_depth: -2, flops: false, sizes: false };
-    let error = ModelSummary::new(config).unwrap_err().to_string();
-    assert!(error.contains("ModelSummary.max_depth: -2 levels; use -1 for all"), "{error}");
+    assert_error!(ModelSummary::new(config), "ModelSummary.max_depth: -2 levels; use -1 for all");
     let mut net = Summed { net: mlp() };
     let none = silent().limit_train_batches(0).build().unwrap();
     let error = none.measure_flops(&mut net, &mut data(&[4, 8])).unwrap_err().to_string();

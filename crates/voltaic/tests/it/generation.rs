@@ -126,8 +126,7 @@ fn what_cannot_be_generated_is_refused() {
         (&[vec![-1]], "prompt 0 has token -1"),
     ];
     for (prompts, text) in cases {
-        let error = refused(&gpt, prompts);
-        assert!(error.contains(text) && error.contains("; "), "{error}");
+        assert_contains!(refused(&gpt, prompts), text, "; ");
     }
     gpt.train(true);
     assert!(refused(&gpt, &[vec![1]]).contains("training mode; call its eval() first"));

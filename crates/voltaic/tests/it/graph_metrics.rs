@@ -80,8 +80,7 @@ fn contexts_count_independently() {
     outer.start();
     shapes(2);
     assert_eq!(compilations(&outer), 2.0);
-    let error = metric_localcontext("x").unwrap_err().to_string();
-    assert!(error.contains("Metric with given name (x) doesn't exist."), "{error}");
+    assert_error!(metric_localcontext("x"), "Metric with given name (x) doesn't exist.");
 }
 
 /// What a process dumps that compiles two shapes of three calls each, on two threads, with two calls of `mark_step`.

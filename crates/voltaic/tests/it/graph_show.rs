@@ -5,9 +5,8 @@ use std::path::Path;
 
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::graph::ShownGraph;
-use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::{Forward, Linear, ModuleExt};
-use voltaic::optim::{Optimizers, Sgd};
+use voltaic::optim::Sgd;
 use voltaic::{Kind, Module, Tensor};
 
 use crate::generation::voltaic;
@@ -132,19 +131,11 @@ struct Summed {
     is_static: bool,
 }
 
-impl LightningModule for Summed {
-    type Batch = Tensor;
-
-    fn training_step(&self, x: &Tensor, _: &mut StepContext) -> anyhow::Result<Tensor> {
-        let y = self.net.forward(x)?;
-        let y = if self.is_static { y } else { y.f_masked_select(&y.f_gt(0.0)?)? };
-        Ok(((&y * 2.0).tanh() + 1.0).f_mean(Kind::Float)?)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Sgd::new(0.1).into()
-    }
-}
+lightning_module!(Summed, Tensor, Sgd::new(0.1), |net, x, _| {
+    let y = net.net.forward(x)?;
+    let y = if net.is_static { y } else { y.f_masked_select(&y.f_gt(0.0)?)? };
+    Ok(((&y * 2.0).tanh() + 1.0).f_mean(Kind::Float)?)
+});
 
 fn shown_graphs(is_static: bool) -> voltaic::Result<Vec<ShownGraph>> {
     let mut module = Summed { net: Linear::new(8, 16).unwrap(), is_static };
@@ -185,8 +176,7 @@ fn numbers_are_those_of_the_plan() {
 #[test]
 fn a_step_that_cannot_be_compiled_says_why() {
     let _rng = seeded(3);
-    let error = shown_graphs(false).unwrap_err().to_string();
-    assert!(error.contains("graph show") && error.contains("aten::masked_select"), "{error}");
+    assert_error!(shown_graphs(false), "graph show", "aten::masked_select");
 }
 
 #[test]

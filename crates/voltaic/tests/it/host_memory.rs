@@ -108,8 +108,7 @@ fn the_environment_has_the_last_word() {
     if plays("bytes") {
         assert!(ffi::install_host_pool().unwrap());
         let _live = bytes(200 * MIB).unwrap();
-        let message = refused(100 * MIB);
-        assert!(message.contains("VOLTAIC_HOST_MEMORY is 268435456 bytes, of which"), "{message}");
+        assert_contains!(refused(100 * MIB), "VOLTAIC_HOST_MEMORY is 268435456 bytes, of which");
     } else if plays("none") {
         assert!(ffi::install_host_pool().unwrap());
         drop(bytes(200 * MIB).expect("the cgroup has 64 MiB, which does not count"));

@@ -120,6 +120,5 @@ fn long_keys_and_control_characters_are_shown_harmlessly() {
 fn a_file_without_end_is_refused() {
     let mut layers = Layers::of::<Run>();
     layers.file("/dev/zero");
-    let error = layers.load::<Run>().unwrap_err().to_string();
-    assert!(error.contains("cannot read /dev/zero: it is a device or socket, not a file"), "{error}");
+    assert_error!(layers.load::<Run>(), "cannot read /dev/zero: it is a device or socket, not a file");
 }

@@ -10,12 +10,11 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde_json::Value;
 use tempfile::TempDir;
-use voltaic::callback::{Callback, LambdaCallback, ModelCheckpoint, ModelCheckpointConfig};
+use voltaic::callback::{LambdaCallback, ModelCheckpoint, ModelCheckpointConfig};
 use voltaic::checkpoint::{AsyncCheckpointIo, Checkpoint, CheckpointIo};
 use voltaic::error::Result;
-use voltaic::module::HookContext;
 use voltaic::trainer::PluginConfig;
-use voltaic::{Kind, Module, Tensor};
+use voltaic::{Kind, Tensor};
 
 use crate::heavy::{BALLAST, Heavy, saver};
 use crate::probe::{files, loaders, names, own_process, own_thread, plays, silent, text_of};
@@ -25,16 +24,6 @@ const LANES: usize = 2;
 /// So many kills have to hit a file half written.
 const HITS: usize = 3;
 const FOLDER: &str = "VOLTAIC_TEST_FOLDER";
-/// Tells the parent where training starts.
-struct Announce;
-
-impl Callback for Announce {
-    fn on_train_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        println!("starts at {}", ctx.global_step());
-        Ok(())
-    }
-}
-
 /// Checkpoints are written while training goes on.
 const ASYNC: &str = "VOLTAIC_TEST_ASYNC";
 
@@ -43,7 +32,14 @@ fn train_until_killed(folder: &Path) {
     if std::env::var_os(ASYNC).is_some() {
         builder = builder.plugins(vec![PluginConfig::AsyncCheckpointIo]);
     }
-    let mut trainer = builder.callback(Announce).callback(saver(folder)).build().unwrap();
+    let mut trainer = builder
+        .callback(LambdaCallback::new().on_train_start(|ctx, _| {
+            println!("starts at {}", ctx.global_step());
+            Ok(())
+        }))
+        .callback(saver(folder))
+        .build()
+        .unwrap();
     trainer.ckpt_path("last").fit(&mut Heavy::new(), &mut loaders()).unwrap();
 }
 

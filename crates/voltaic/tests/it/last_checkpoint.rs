@@ -91,8 +91,7 @@ fn a_damaged_one_is_passed_over() {
         assert_eq!(last_step(folder.path()).unwrap(), step - 2);
     }
     std::fs::write(path(2), "hello").unwrap();
-    let error = last_step(folder.path()).unwrap_err();
-    assert!(error.contains("not a readable checkpoint"), "{error}");
+    assert_error!(last_step(folder.path()), "not a readable checkpoint");
 }
 
 /// Notes where `last.ckpt` leads whenever something has been done.

@@ -138,10 +138,9 @@ fn hyper_parameters_of_module_and_data_are_joined() {
     fit(json!({"samples": 4, "seed": 1}), true).unwrap();
     let path = root.path().join("lightning_logs/version_0/hparams.yaml");
     assert_eq!(std::fs::read_to_string(path).unwrap(), "width: 2\nseed: 1\nsamples: 4\n");
-    let error = fit(json!({"seed": 2}), true).unwrap_err();
-    assert!(
-        error.contains("hyper_parameters: `seed` is 1 in the module and 2 in the data module; use"),
-        "{error}"
+    assert_error!(
+        fit(json!({"seed": 2}), true),
+        "hyper_parameters: `seed` is 1 in the module and 2 in the data module; use"
     );
     fit(json!({"seed": 2}), false).unwrap();
 }

@@ -115,12 +115,10 @@ fn a_schedule_refuses_another_schedules_state() {
     let mut optimizer = two_groups(false);
     let mut step = StepLr::new(3, 0.5).build(optimizer.param_groups_mut()).unwrap();
     let cosine = CosineAnnealingLr::new(9).build(optimizer.param_groups_mut()).unwrap();
-    let error = step.load_state_dict(&cosine.state_dict()).unwrap_err().to_string();
-    assert!(error.contains("StepLR: it is a state of CosineAnnealingLR; "), "{error}");
+    assert_error!(step.load_state_dict(&cosine.state_dict()), "StepLR: it is a state of CosineAnnealingLR; ");
     let mut state = step.state_dict();
     state["last_lr"] = json!([0.1]);
-    let error = step.load_state_dict(&state).unwrap_err().to_string();
-    assert!(error.contains("for 1 param groups, not 2"), "{error}");
+    assert_error!(step.load_state_dict(&state), "for 1 param groups, not 2");
 }
 
 #[test]
@@ -152,8 +150,7 @@ fn schedules_out_of_range_are_refused() {
         ),
     ];
     for (config, expected) in table {
-        let error = config_error(config.build(two_groups(false).param_groups_mut()));
-        assert!(error.contains(expected), "{error}\nlacks {expected}");
+        assert_contains!(config_error(config.build(two_groups(false).param_groups_mut())), expected);
     }
 }
 

@@ -9,6 +9,9 @@
 )]
 
 #[macro_use]
+#[path = "../support/assert_error.rs"]
+mod assert_error;
+#[macro_use]
 #[path = "../support/lightning_module.rs"]
 mod lightning_module;
 

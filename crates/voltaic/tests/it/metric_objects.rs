@@ -235,8 +235,7 @@ fn ranks_have_the_value_over_all_their_batches() {
         return;
     }
     let folder = TempDir::new().unwrap();
-    let text = run_ranks("rank", folder.path());
-    assert!(text.contains("1 metrics of rank 0"), "{text}");
+    assert_contains!(run_ranks("rank", folder.path()), "1 metrics of rank 0");
     let log = std::fs::read_to_string(folder.path().join("rank_logs/rank_1.log")).unwrap();
     assert!(log.contains("1 metrics of rank 1"), "{log}");
 }
@@ -263,8 +262,7 @@ fn ranks_go_on_in_the_middle_of_an_epoch() {
         return println!("equal");
     }
     let folder = TempDir::new().unwrap();
-    let text = run_ranks("rank", folder.path());
-    assert!(text.contains("equal"), "{text}");
+    assert_contains!(run_ranks("rank", folder.path()), "equal");
 }
 
 #[derive(Module)]
@@ -310,8 +308,7 @@ fn mistakes_are_named() {
             mistake,
         };
         let mut trainer = silent().max_epochs(1).build().unwrap();
-        let error = trainer.fit(&mut net, &mut Loaders::new().train(loader(4, 4))).unwrap_err().to_string();
-        assert!(error.contains(expected), "{error}");
+        assert_error!(trainer.fit(&mut net, &mut Loaders::new().train(loader(4, 4))), expected);
     }
 }
 
@@ -332,7 +329,6 @@ fn a_step_that_updates_a_metric_runs_without_a_graph() {
     let builder = silent().max_epochs(2).graph(voltaic::trainer::GraphMode::Step);
     let mut trainer = builder.build().unwrap();
     trainer.fit(&mut net, &mut Loaders::new().train(loader(24, 4))).unwrap();
-    let refusal = trainer.graph_report().refusal.clone().unwrap();
-    assert!(refusal.contains("the step updates a metric"), "{refusal}");
+    assert_contains!(trainer.graph_report().refusal.clone().unwrap(), "the step updates a metric");
     assert_eq!(trainer.metric("train_auroc"), Some(expected_auroc(&net.weight, 24)));
 }

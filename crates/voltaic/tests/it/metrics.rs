@@ -107,8 +107,7 @@ fn shapes_that_do_not_fit_are_named() {
         MeanMetric::new().merge(&[("other".to_owned(), logits)]),
     ];
     for error in errors {
-        let text = error.expect_err("refused").to_string();
-        assert!(text.contains('[') && text.contains("shape"), "{text}");
+        assert_contains!(error.expect_err("refused").to_string(), '[', "shape");
     }
 }
 

@@ -299,6 +299,5 @@ fn ranks_with_slices_drop_the_same() {
         return;
     }
     let folder = TempDir::new().unwrap();
-    let text = text_of(&own_process("drops").env(FOLDER, folder.path()).output().unwrap());
-    assert!(text.contains("done"), "{text}");
+    assert_contains!(text_of(&own_process("drops").env(FOLDER, folder.path()).output().unwrap()), "done");
 }

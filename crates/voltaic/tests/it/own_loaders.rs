@@ -220,15 +220,11 @@ fn what_is_missing_is_named() {
     let root = tempfile::tempdir().unwrap();
     let mut net = BoringModel { has_loaders: false, ..BoringModel::new() };
     let mut trainer = trainer(root.path()).build().unwrap();
-    let error = trainer.fit_module(&mut net).unwrap_err().to_string();
-    assert!(
-        error.contains(
-            "there is no training loader; implement train_dataloader of the data module or of the module"
-        ),
-        "{error}"
+    assert_error!(
+        trainer.fit_module(&mut net),
+        "there is no training loader; implement train_dataloader of the data module or of the module"
     );
-    let error = trainer.test_module(&mut net).unwrap_err().to_string();
-    assert!(error.contains("no loader to test; implement test_dataloader"), "{error}");
+    assert_error!(trainer.test_module(&mut net), "no loader to test; implement test_dataloader");
 }
 
 /// Other data, which is not chosen unasked where a model has its own.

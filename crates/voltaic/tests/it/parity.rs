@@ -278,8 +278,7 @@ macro_rules! parity_tests {
         #[test]
         fn $name() {
             if !plays(LIBTORCH) {
-                let text = text_of(&by_libtorch(LIBTORCH).output().unwrap());
-                assert!(text.contains("1 passed"), "{text}");
+                assert_contains!(text_of(&by_libtorch(LIBTORCH).output().unwrap()), "1 passed");
             }
             $model($class_path);
         }

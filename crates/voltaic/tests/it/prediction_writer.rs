@@ -161,11 +161,7 @@ fn a_writer_of_ones_own_gets_what_its_interval_says() {
     };
     run(WriteInterval::Batch).unwrap();
     assert_eq!(*notes.lock().unwrap(), ["0 2 true", "1 1 true"]);
-    let error = run(WriteInterval::Epoch).unwrap_err().to_string();
-    assert!(
-        error.contains("on_predict_epoch_end failed") && error.contains("use write_interval=batch"),
-        "{error}"
-    );
+    assert_error!(run(WriteInterval::Epoch), "on_predict_epoch_end failed", "use write_interval=batch");
 }
 
 #[test]
@@ -227,8 +223,7 @@ fn a_run_that_was_interrupted_goes_on_behind_its_files() {
     let out = folder.path().join("out");
     let config =
         |resume| PredictionWriterConfig { output_dir: Some(out.clone()), resume, ..Default::default() };
-    let error = resume(silent().callback(FailAt(2)), config(true), &mut Sums::new()).unwrap_err().to_string();
-    assert!(error.contains("fails on purpose"), "{error}");
+    assert_error!(resume(silent().callback(FailAt(2)), config(true), &mut Sums::new()), "fails on purpose");
     assert_eq!(names(&out.join("0")), ["0.safetensors", "1.safetensors"]);
     let before = std::fs::read(out.join("0/0.safetensors")).unwrap();
 
@@ -259,8 +254,7 @@ fn a_run_that_was_interrupted_goes_on_behind_its_files() {
         ),
     ];
     for (config, expected) in refused {
-        let error = resume(silent(), config, &mut Sums::new()).unwrap_err().to_string();
-        assert!(error.contains(expected), "{error}");
+        assert_error!(resume(silent(), config, &mut Sums::new()), expected);
     }
 }
 
@@ -283,8 +277,7 @@ fn ranks_go_on_behind_the_fewest_batches_of_one() {
     let run = |part| text_of(&own_process(part).env(FOLDER, folder.path()).output().unwrap());
     run("begin");
     std::fs::remove_file(folder.path().join("out/0/1-1.safetensors")).unwrap();
-    let text = run("end");
-    assert!(text.contains("rank 0: 2"), "{text}"); // the second and the last of three
+    assert_contains!(run("end"), "rank 0: 2"); // the second and the last of three
     let mut seen: Vec<f64> = Vec::new();
     for (batch, rank) in [0, 1, 2].into_iter().flat_map(|batch| [(batch, 0), (batch, 1)]) {
         let part = read(&folder.path().join(format!("out/0/{batch}-{rank}.safetensors")));

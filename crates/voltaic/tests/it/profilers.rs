@@ -316,8 +316,7 @@ fn without_a_file_the_report_goes_to_standard_error() {
     }
     let output = own_process("printer").output().unwrap();
     text_of(&output);
-    let printed = String::from_utf8_lossy(&output.stderr);
-    assert!(printed.contains("FIT Profiler Report") && printed.contains("run_training_epoch"), "{printed}");
+    assert_contains!(String::from_utf8_lossy(&output.stderr), "FIT Profiler Report", "run_training_epoch");
 }
 
 #[test]

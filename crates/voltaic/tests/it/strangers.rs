@@ -182,8 +182,7 @@ fn a_process_of_another_job_is_no_rank_of_this_one() {
             "{stranger}"
         );
     }
-    let second = text(start(3));
-    assert!(second.contains("joined"), "{second}");
+    assert_contains!(text(start(3)), "joined");
     assert!(text(first).contains("joined"));
 }
 

@@ -182,14 +182,9 @@ fn what_it_cannot_average_is_named() {
         let mut net = Probe { optimizers: Box::new(optimizers), ..Probe::default() };
         trainer.fit(&mut net, &mut loaders()).map_err(|error| error.to_string())
     };
-    let error = fit(Optimizers::none, 1).unwrap_err();
-    assert!(error.contains("with 0 optimizers and 0 schedules; configure one"), "{error}");
+    assert_error!(fit(Optimizers::none, 1), "with 0 optimizers and 0 schedules; configure one");
     let one = || Sgd::new(0.1).into();
-    let error = fit(one, -1).unwrap_err();
-    assert!(
-        error.contains("swa_epoch_start=0.8 is a part of trainer.max_epochs, which is not limited"),
-        "{error}"
-    );
+    assert_error!(fit(one, -1), "swa_epoch_start=0.8 is a part of trainer.max_epochs, which is not limited");
     let by_step = || {
         Optimizers::new(Sgd::new(0.1))
             .scheduler(LrSchedulerSpec::new(StepLr::new(1, 0.5)).interval(Interval::Step))

@@ -311,8 +311,7 @@ fn buffers_that_do_not_suffice_are_named() {
     store.give_back("a", a);
     store.start_write("b", b).unwrap();
     assert!(store.get("c", Kind::Float, MIB / 4).unwrap() == values(MIB / 4, 0));
-    let error = store.take("d").expect_err("it is not there").to_string();
-    assert!(error.contains("d is not stored"), "{error}");
+    assert_contains!(store.take("d").expect_err("it is not there").to_string(), "d is not stored");
 }
 
 #[test]

@@ -58,10 +58,9 @@ fn validation_by_time_and_the_end_of_all_time() {
     assert_eq!(events(|t| t.val_check_interval(always).limit_train_batches(2)), "t0* V2 t1* V2 e");
     assert_eq!(events(|t| t.val_check_interval(Duration::from_secs(3600))), "t0* t1* t2* t3* t4* t5* e");
     assert_eq!(events(|t| t.max_time(always)), "t0* V2 e", "the last weights are validated");
-    let error = silent().max_time("an hour").build().err().unwrap().to_string();
-    assert!(
-        error.contains("trainer.max_time: `an hour` is not a length of time; write DD:HH:MM:SS"),
-        "{error}"
+    assert_error!(
+        silent().max_time("an hour").build(),
+        "trainer.max_time: `an hour` is not a length of time; write DD:HH:MM:SS"
     );
 }
 
@@ -236,8 +235,7 @@ fn a_timer_or_a_warning_takes_the_place_of_a_number_of_epochs() {
 #[test]
 fn a_mistake_in_overfit_batches_is_told_of_its_own_key() {
     let mut trainer = silent().max_epochs(1).overfit_batches(0.01).build().unwrap();
-    let error = trainer.fit(&mut Probe::default(), &mut loaders()).unwrap_err().to_string();
-    assert!(error.contains("trainer.overfit_batches: 0.01 of"), "{error}");
+    assert_error!(trainer.fit(&mut Probe::default(), &mut loaders()), "trainer.overfit_batches: 0.01 of");
 }
 
 #[test]
@@ -274,8 +272,7 @@ fn an_anomaly_is_named_by_the_operation_that_made_it() {
         let mut trainer = silent().max_epochs(1).detect_anomaly(true).build().unwrap();
         let error = trainer.fit(&mut Probe { train, ..Probe::default() }, &mut loaders()).unwrap_err();
         assert!(matches!(error, Error::Anomaly { .. }), "{error}");
-        let text = error.to_string();
-        assert!(text.contains(what) && text.contains(operation), "{text}");
+        assert_contains!(error.to_string(), what, operation);
     }
     let mut trainer = silent().max_epochs(1).detect_anomaly(true).build().unwrap();
     trainer.fit(&mut Probe::default(), &mut loaders()).unwrap();
@@ -334,10 +331,9 @@ fn accumulation_changes_with_the_epoch() {
         "t0* t1* t2* t3* t4* t5* e t0 t1* t2 t3* t4 t5* e t0 t1 t2 t3* t4 t5* e"
     );
     let error = silent().accumulate_grad_batches(2_u64).callback(schedule()).max_epochs(1).build().unwrap();
-    let error = { error }.fit(&mut Probe::default(), &mut loaders()).unwrap_err().to_string();
-    assert!(
-        error.contains("trainer.accumulate_grad_batches=2 beside GradientAccumulationScheduler"),
-        "{error}"
+    assert_error!(
+        { error }.fit(&mut Probe::default(), &mut loaders()),
+        "trainer.accumulate_grad_batches=2 beside GradientAccumulationScheduler"
     );
 }
 

@@ -3,16 +3,15 @@
 use std::path::Path;
 
 use tempfile::TempDir;
+use voltaic::Error;
 use voltaic::callback::{
-    Callback, EarlyStopping, EarlyStoppingConfig, LinkText, Mode, ModelCheckpoint, ModelCheckpointConfig,
-    SaveLast,
+    EarlyStopping, EarlyStoppingConfig, LambdaCallback, LinkText, Mode, ModelCheckpoint,
+    ModelCheckpointConfig, SaveLast,
 };
 use voltaic::checkpoint::Checkpoint;
 use voltaic::data::Loaders;
-use voltaic::module::HookContext;
 use voltaic::optim::{LrSchedulerSpec, Optimizers, ReduceLrOnPlateau, Sgd};
 use voltaic::trainer::{Trainer, TrainerBuilder};
-use voltaic::{Error, Module};
 
 use crate::checkpoints::full_checkpoint;
 use crate::probe::{Probe, loader, loaders, names, silent};
@@ -401,21 +400,19 @@ fn weights_alone_cannot_be_resumed_and_say_so() {
     assert_eq!(net.weights(), other.weights());
 }
 
-struct SaveInBatch;
-
-impl Callback for SaveInBatch {
-    fn on_train_batch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        let path = ctx.facts().default_root_dir.join(format!("{}.ckpt", ctx.global_step()));
-        ctx.request_checkpoint(full_checkpoint(path));
-        Ok(())
-    }
-}
-
 #[test]
 fn a_checkpoint_of_ones_own_is_written_when_the_batch_is_over() {
     let root = TempDir::new().unwrap();
-    let mut trainer =
-        silent().default_root_dir(root.path()).max_steps(3).callback(SaveInBatch).build().unwrap();
+    let mut trainer = silent()
+        .default_root_dir(root.path())
+        .max_steps(3)
+        .callback(LambdaCallback::new().on_train_batch_end(|ctx, _| {
+            let path = ctx.facts().default_root_dir.join(format!("{}.ckpt", ctx.global_step()));
+            ctx.request_checkpoint(full_checkpoint(path));
+            Ok(())
+        }))
+        .build()
+        .unwrap();
     trainer.fit(&mut Probe::default(), &mut loaders()).unwrap();
     assert_eq!(names(root.path()), ["1.ckpt", "2.ckpt", "3.ckpt"]);
     let second = Checkpoint::load(&root.path().join("2.ckpt")).unwrap();

@@ -89,8 +89,7 @@ fn lists_come_from_the_plugin_then_from_the_environment() {
         let expected = "cannot read the list of operators /dev/zero: it is a device, pipe or socket";
         assert!(error.contains(&format!("{name}: {expected}")), "{error}");
     }
-    let error = run(&own, &[(fp32, &missing)]).unwrap_err();
-    assert!(error.contains(&format!("{fp32}: cannot read the list of operators")), "{error}");
+    assert_error!(run(&own, &[(fp32, &missing)]), &format!("{fp32}: cannot read the list of operators"));
     let (_, printed) = run(&format!("{own}, ignore_unreadable_files: true"), &[(fp32, &missing)]).unwrap();
     assert!(printed.contains("missing.txt cannot be read") && printed.contains("default list"), "{printed}");
 }
@@ -117,12 +116,10 @@ fn sixteen_bits_on_an_hpu() {
         ("fp8", "trainer.precision (from command line): fp8 not supported: FP8 not supported on Gaudi"),
         ("16-mixed", "trainer.precision (from command line): 16-mixed: fp16 not supported"),
     ] {
-        let error = losses_on_hpu(precision, &first, &deepspeed).unwrap_err();
-        assert!(error.contains(expected), "{error}");
+        assert_error!(losses_on_hpu(precision, &first, &deepspeed), expected);
     }
     let by_plugin = [&deepspeed[..], &plugin, &["--trainer.precision=null"]].concat();
-    let error = losses_on_hpu("32", &first, &by_plugin).unwrap_err();
-    assert!(error.contains("fp8 not supported: FP8 not supported on Gaudi"), "{error}");
+    assert_error!(losses_on_hpu("32", &first, &by_plugin), "fp8 not supported: FP8 not supported on Gaudi");
     let (_, printed) = losses_on_hpu("fp8", &[], &[]).unwrap();
     assert!(
         printed.contains("precision=fp8, but no layer of") && printed.contains("te::Linear"),

@@ -207,8 +207,7 @@ fn activities_choose_between_host_and_device() {
         assert!(!of(&events, "user_annotation").is_empty());
     }
     let none = HpuProfilerConfig { activities: Vec::new(), ..HpuProfilerConfig::default() };
-    let error = HpuProfiler::new(&none).unwrap_err().to_string();
-    assert!(error.contains("activities") && error.contains("records nothing"), "{error}");
+    assert_error!(HpuProfiler::new(&none), "activities", "records nothing");
 }
 
 #[test]

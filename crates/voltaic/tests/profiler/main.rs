@@ -2,6 +2,10 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "a test that panics has failed")]
 
+#[macro_use]
+#[path = "../support/assert_error.rs"]
+mod assert_error;
+
 mod hpu;
 mod kernels;
 mod long;
@@ -266,11 +270,9 @@ fn wrong_use_has_an_error() {
     let _alone = alone();
     let folder = TempDir::new().unwrap();
     let profiler = PyTorchProfiler::new(&config(folder.path())).unwrap();
-    let error = profiler.stop("mine").unwrap_err().to_string();
-    assert!(error.contains("cannot stop `mine`, which was never started"), "{error}");
+    assert_error!(profiler.stop("mine"), "cannot stop `mine`, which was never started");
     profiler.start("mine").unwrap();
-    let error = profiler.start("mine").unwrap_err().to_string();
-    assert!(error.contains("cannot start `mine`, which has already started"), "{error}");
+    assert_error!(profiler.start("mine"), "cannot start `mine`, which has already started");
     profiler.stop("mine").unwrap();
     let unknown = PyTorchProfilerConfig { sort_by_key: Some("cuda".into()), ..config(folder.path()) };
     let error = PyTorchProfiler::new(&unknown).unwrap_err().to_string();
@@ -280,13 +282,11 @@ fn wrong_use_has_an_error() {
     std::fs::write(&blocked, "").unwrap();
     let profiler = PyTorchProfiler::new(&config(&blocked)).unwrap();
     let mut trainer = trainer(folder.path()).with_profiler(profiler).build().unwrap();
-    let error = trainer.fit(&mut Net::new(None), &mut loaders(6)).unwrap_err().to_string();
-    assert!(error.contains("cannot create") && error.contains("file"), "{error}");
+    assert_error!(trainer.fit(&mut Net::new(None), &mut loaders(6)), "cannot create", "file");
     // a folder that is there, but takes no files
     let profiler = PyTorchProfiler::new(&config(Path::new("/proc"))).unwrap();
     let mut trainer = super_trainer(folder.path(), &profiler);
-    let error = trainer.fit(&mut Net::new(None), &mut loaders(6)).unwrap_err().to_string();
-    assert!(error.contains("cannot write to") && error.contains("/proc"), "{error}");
+    assert_error!(trainer.fit(&mut Net::new(None), &mut loaders(6)), "cannot write to", "/proc");
     // the one that failed does not keep the next from recording
     let profiler = PyTorchProfiler::new(&config(folder.path())).unwrap();
     let mut trainer = super_trainer(folder.path(), &profiler);

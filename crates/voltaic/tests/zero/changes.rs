@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use voltaic::callback::Callback;
+use voltaic::callback::{Callback, LambdaCallback};
 use voltaic::checkpoint::Checkpoint;
 use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::nn::{Callable, Linear, ModuleExt, Parameter};
@@ -24,24 +24,19 @@ fn halve(module: &dyn Module, index: usize) {
     let _ = tch::no_grad(|| module.parameters()[index].tensor().shallow_clone().multiply_scalar_(0.5));
 }
 
-/// Writes to a weight between its gradient and its step.
-struct BeforeStep;
-
-impl Callback for BeforeStep {
-    fn on_before_optimizer_step(&mut self, ctx: &mut HookContext, module: &dyn Module) -> anyhow::Result<()> {
-        if ctx.batch_idx() == 1 {
-            halve(module, 0);
-        }
-        Ok(())
-    }
-}
-
 #[test]
 fn what_is_written_before_a_step_is_stepped() {
     on_ranks("changes::what_is_written_before_a_step_is_stepped", 2, |ranks, folder| {
         for precision in ["32-true", "bf16-true"] {
             let run = |builder: TrainerBuilder, has_masters| {
-                let builder = builder.precision(precision).max_epochs(1).callback(BeforeStep);
+                let builder = builder.precision(precision).max_epochs(1).callback(
+                    LambdaCallback::new().on_before_optimizer_step(|ctx, module| {
+                        if ctx.batch_idx() == 1 {
+                            halve(module, 0);
+                        }
+                        Ok(())
+                    }),
+                );
                 trained(builder, Small { has_masters, ..Small::new() }, loaders(24))
             };
             // master weights follow what is written to the weights, which those of an optimizer of its own do not
@@ -124,23 +119,8 @@ fn written_is_saved(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn what_is_written_before_a_checkpoint_is_in_it() {
-    on_ranks("changes::what_is_written_before_a_checkpoint_is_in_it", 2, written_is_saved);
-}
-
-/// Gives a parameter other data.
-struct OtherData;
-
-impl Callback for OtherData {
-    fn on_train_batch_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
-        if ctx.batch_idx() == 1 {
-            let parameter = &module.parameters()[0];
-            let other = tch::no_grad(|| parameter.tensor() * 0.5);
-            parameter.set_data(&other)?;
-        }
-        Ok(())
-    }
+on_ranks_tests! {
+    what_is_written_before_a_checkpoint_is_in_it: 2, written_is_saved;
 }
 
 #[test]
@@ -148,7 +128,18 @@ fn data_that_a_parameter_is_given_is_trained_or_refused() {
     on_ranks("changes::data_that_a_parameter_is_given_is_trained_or_refused", 2, |ranks, folder| {
         let run = |builder: TrainerBuilder| {
             let mut net = Small::new();
-            let mut trainer = builder.max_epochs(2).callback(OtherData).build().unwrap();
+            let mut trainer = builder
+                .max_epochs(2)
+                .callback(LambdaCallback::new().on_train_batch_start(|ctx, module| {
+                    if ctx.batch_idx() == 1 {
+                        let parameter = &module.parameters()[0];
+                        let other = tch::no_grad(|| parameter.tensor() * 0.5);
+                        parameter.set_data(&other)?;
+                    }
+                    Ok(())
+                }))
+                .build()
+                .unwrap();
             trainer.fit(&mut net, &mut loaders(24)).map(|()| weights(&net))
         };
         let expected = run(silent(ranks, "ddp", folder)).unwrap();
@@ -156,8 +147,7 @@ fn data_that_a_parameter_is_given_is_trained_or_refused() {
             // the small weights of zero3 stay whole
             assert_same(stage, &run(silent(ranks, stage, folder)).unwrap(), &expected);
         }
-        let error = run(bare(ranks, folder)).unwrap_err().to_string();
-        assert!(error.contains("first.weight: its strategy keeps the values"), "{error}");
+        assert_error!(run(bare(ranks, folder)), "first.weight: its strategy keeps the values");
     });
 }
 
@@ -261,42 +251,37 @@ impl Two {
     }
 }
 
-impl LightningModule for Two {
-    type Batch = Batch;
-
-    fn training_step(&self, batch: &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let early = self.loss(batch)?;
-        if self.toggles {
+lightning_module!(
+    Two,
+    Batch,
+    manual(|net| {
+        let of = |name: &str| {
+            let all = net.named_parameters().into_iter();
+            ParamGroupSpec::new(all.filter(|(fqn, _)| fqn.starts_with(name)).collect::<Vec<_>>())
+        };
+        let maker = Optimizers::new(Sgd::new(0.1).momentum(0.9)).groups([of("maker")]);
+        maker.and(Optimizers::new(AdamW::new(0.02)).groups([of("judge")]))
+    }),
+    |net, batch, ctx| {
+        let early = net.loss(batch)?;
+        if net.toggles {
             ctx.toggle_optimizer(1)?;
         }
         ctx.optimizer(1)?.zero_grad()?;
-        let first = self.loss(batch)?;
+        let first = net.loss(batch)?;
         ctx.manual_backward(&first)?;
         ctx.optimizer(1)?.step()?;
-        if self.toggles {
+        if net.toggles {
             ctx.toggle_optimizer(0)?;
         }
-        let second = if self.is_late { early } else { self.loss(batch)? };
+        let second = if net.is_late { early } else { net.loss(batch)? };
         ctx.optimizer(0)?.zero_grad()?;
         ctx.manual_backward(&second)?;
         ctx.optimizer(0)?.step()?;
         ctx.untoggle_optimizer()?;
         Ok(second.detach())
     }
-
-    fn automatic_optimization(&self) -> bool {
-        false
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        let of = |name: &str| {
-            let all = self.named_parameters().into_iter();
-            ParamGroupSpec::new(all.filter(|(fqn, _)| fqn.starts_with(name)).collect::<Vec<_>>())
-        };
-        let maker = Optimizers::new(Sgd::new(0.1).momentum(0.9)).groups([of("maker")]);
-        Ok(maker.and(Optimizers::new(AdamW::new(0.02)).groups([of("judge")])))
-    }
-}
+);
 
 #[test]
 fn each_optimizer_has_its_own_small_parameters() {
@@ -411,8 +396,7 @@ fn ranks_that_need_other_weights_end_with_an_error() {
             let layers = (0..2).map(|_| Linear::new(5, 5).unwrap()).collect();
             let mut trainer = bare(ranks, folder).max_epochs(1).build().unwrap();
             let error = trainer.fit(&mut numbered(Apart { layers, batch }), &mut loaders(24)).unwrap_err();
-            let error = error.to_string();
-            assert!(error.contains("weights of layers."), "{error}");
+            assert_contains!(error.to_string(), "weights of layers.");
         }
         // no operation of another kind or size tells ranks apart here
         let layers = (0..2).map(|_| Linear::new(5, 5).unwrap()).collect();

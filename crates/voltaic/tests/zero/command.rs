@@ -381,8 +381,7 @@ fn the_command_line_trains_with_files() {
     done(fit("whole", 2, &["--trainer.strategy=zero3"]));
     let by_json = ["--trainer.strategy=DeepSpeedStrategy", "--trainer.strategy.config=ds.json"];
     let by_yaml = ["--config=files.yaml"];
-    let text = done(fit("json", 2, &by_json));
-    assert!(text.contains("are moved by threads") && text.contains(" in files with buffers of "), "{text}");
+    assert_contains!(done(fit("json", 2, &by_json)), "are moved by threads", " in files with buffers of ");
     assert_eq!(rows(&of("json")), rows(&of("whole")));
     let text = done(fit("yaml", 1, &by_yaml));
     assert!(text.contains(" in files with buffers of "), "{text}");

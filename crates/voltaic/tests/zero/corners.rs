@@ -88,9 +88,8 @@ fn resumes_with_numbers(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn two_ranks_resume_with_parameters_that_are_numbers() {
-    on_ranks("corners::two_ranks_resume_with_parameters_that_are_numbers", 2, resumes_with_numbers);
+on_ranks_tests! {
+    two_ranks_resume_with_parameters_that_are_numbers: 2, resumes_with_numbers;
 }
 
 /// Uses a weight once more after the call of its module.

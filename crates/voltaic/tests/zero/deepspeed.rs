@@ -41,11 +41,6 @@ fn export(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn two_ranks_export_what_the_module_has() {
-    on_ranks("deepspeed::two_ranks_export_what_the_module_has", 2, export);
-}
-
 /// Several backward passes for one step, by hand.
 #[derive(Module)]
 struct Backwards {
@@ -76,11 +71,6 @@ fn backwards(ranks: usize, folder: &Path) {
         // AdamW's first steps make differences in the last bit larger
         assert_within(stage, &run(stage), &expected, 1e-5);
     }
-}
-
-#[test]
-fn two_ranks_add_up_backward_passes() {
-    on_ranks("deepspeed::two_ranks_add_up_backward_passes", 2, backwards);
 }
 
 /// Weights of 6, 3 and 1 elements whose gradients are `rank * 0, 1, 2, ..`.
@@ -137,11 +127,6 @@ fn low_precision(ranks: usize, folder: &Path) {
             assert!((low - full).abs() < 1e-2, "stage {stage} {precision}: {low}, not {full}");
         }
     }
-}
-
-#[test]
-fn two_ranks_lose_little_in_16_bits() {
-    on_ranks("deepspeed::two_ranks_lose_little_in_16_bits", 2, low_precision);
 }
 
 /// Four multiplications of ones by ones, which should become zeros.
@@ -230,6 +215,9 @@ fn final_loss(ranks: usize, folder: &Path) {
 on_ranks_tests! {
     one_rank_ends_with_the_loss_of_lightning_habana: 1, final_loss;
     two_ranks_end_with_the_loss_of_lightning_habana: 2, final_loss;
+    two_ranks_export_what_the_module_has: 2, export;
+    two_ranks_add_up_backward_passes: 2, backwards;
+    two_ranks_lose_little_in_16_bits: 2, low_precision;
 }
 
 /// Gives so many optimizers.
@@ -290,10 +278,8 @@ fn the_module_gives_one_optimizer_or_the_settings_do() {
         assert_eq!(fit(0, &of_settings), Ok(("AdamW".to_owned(), 0.125, step)));
         let plain = json!({"zero_optimization": {"stage": 2}});
         assert_eq!(fit(1, &plain), Ok(("SGD".to_owned(), 0.5, None)));
-        let error = fit(2, &of_settings).unwrap_err();
-        assert!(error.contains("only supports single optimizer, single optional scheduler"), "{error}");
-        let error = fit(0, &plain).unwrap_err();
-        assert!(error.contains("it gave no optimizer, and DeepSpeed's settings name none"), "{error}");
+        assert_error!(fit(2, &of_settings), "only supports single optimizer, single optional scheduler");
+        assert_error!(fit(0, &plain), "it gave no optimizer, and DeepSpeed's settings name none");
     });
 }
 

@@ -13,7 +13,7 @@ use voltaic::{Module, Tensor};
 
 use crate::checkpoints::resumed;
 use crate::models::{Batch, Small, all_loaders, loaders, numbered};
-use crate::ranks::{STAGES, assert_same, on_ranks, on_ranks_in_turn, silent, weights};
+use crate::ranks::{STAGES, assert_same, on_ranks_in_turn, silent, weights};
 use crate::shards::{SaveAfter, sorted};
 
 /// A net whose first layer is frozen, with values that are this much above the usual ones.
@@ -147,11 +147,6 @@ fn refuses(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn parameters_that_are_left_out_must_be_frozen() {
-    on_ranks("frozen::parameters_that_are_left_out_must_be_frozen", 2, refuses);
-}
-
 /// A layer that is unfrozen in the fit has one master weight, whoever is asked for it: the run is saved, and goes on as before.
 fn unfreezes(ranks: usize, folder: &Path) {
     struct Unfreeze;
@@ -183,9 +178,9 @@ fn unfreezes(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn an_unfrozen_layer_has_one_master_weight() {
-    on_ranks("frozen::an_unfrozen_layer_has_one_master_weight", 2, unfreezes);
+on_ranks_tests! {
+    parameters_that_are_left_out_must_be_frozen: 2, refuses;
+    an_unfrozen_layer_has_one_master_weight: 2, unfreezes;
 }
 
 /// Two layers, of which the first is frozen and the last is trained without ever being used.

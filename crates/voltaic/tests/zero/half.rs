@@ -100,9 +100,8 @@ fn skip(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn an_overflow_of_one_rank_leaves_the_step_out_on_all() {
-    on_ranks("half::an_overflow_of_one_rank_leaves_the_step_out_on_all", 2, skip);
+on_ranks_tests! {
+    an_overflow_of_one_rank_leaves_the_step_out_on_all: 2, skip;
 }
 
 /// At the least scale the run ends.

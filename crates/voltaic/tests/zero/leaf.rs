@@ -121,9 +121,7 @@ fn without_them_the_remedy_is_named_and_a_name_of_nothing_is_refused() {
             let mut trainer = zero(ranks, folder, leaves, [0, 0]).max_epochs(1).build().unwrap();
             trainer.fit(&mut Mixture::new(), &mut loaders(24)).unwrap_err().to_string()
         };
-        let error = run(&["Expert"]);
-        assert!(error.contains("leaf_modules has `Expert`, and no module has that type or fqn"), "{error}");
-        let error = run(&[]);
-        assert!(error.contains("leaf_modules"), "{error}");
+        assert_contains!(run(&["Expert"]), "leaf_modules has `Expert`, and no module has that type or fqn");
+        assert_contains!(run(&[]), "leaf_modules");
     });
 }

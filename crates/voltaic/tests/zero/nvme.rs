@@ -22,7 +22,7 @@ use voltaic::{Kind, Module, Tensor};
 
 use crate::ladder::trained;
 use crate::models::{Batch, loaders, numbered, numbers, squares};
-use crate::ranks::{assert_same, folder_of_rank, on_ranks, output, silent, weights};
+use crate::ranks::{assert_same, folder_of_rank, output, silent, weights};
 use crate::resume::Saver;
 use crate::shards::SaveAfter;
 use crate::signal::signal_self;
@@ -55,19 +55,11 @@ impl Wide {
     }
 }
 
-impl LightningModule for Wide {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let hidden = self.first.forward(&x.to_kind(self.first.weight.kind()))?.relu();
-        let hidden = self.two.forward(&self.one.forward(&hidden)?.relu())?.relu();
-        Ok(squares(&self.last.forward(&hidden)?.to_kind(Kind::Float), y))
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        AdamW::new(0.001).into()
-    }
-}
+lightning_module!(Wide, Batch, AdamW::new(0.001), |net, (x, y), _| {
+    let hidden = net.first.forward(&x.to_kind(net.first.weight.kind()))?.relu();
+    let hidden = net.two.forward(&net.one.forward(&hidden)?.relu())?.relu();
+    Ok(squares(&net.last.forward(&hidden)?.to_kind(Kind::Float), y))
+});
 
 /// Where things are, and how files are moved.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -205,11 +197,6 @@ fn climb(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn files_change_no_bit() {
-    on_ranks("nvme::files_change_no_bit", 2, climb);
-}
-
 fn go_on(ranks: usize, folder: &Path) {
     let run = |offload, from: Option<PathBuf>| {
         let builder = offloading(ranks, "cpu", folder, offload).precision("bf16-true").max_epochs(2);
@@ -229,11 +216,6 @@ fn go_on(ranks: usize, folder: &Path) {
     for (by, from) in [(files, "Nvme/0.ckpt"), (files, "None/1.ckpt"), (NONE, "Nvme/1.ckpt")] {
         assert_same(from, &run(by, Some(folder.join(from))), &expected);
     }
-}
-
-#[test]
-fn a_run_with_files_resumes_bit_for_bit() {
-    on_ranks("nvme::a_run_with_files_resumes_bit_for_bit", 2, go_on);
 }
 
 /// Reads values by name in the course of a run, and changes some.
@@ -269,11 +251,6 @@ fn read_through(ranks: usize, folder: &Path) {
     for params in [OffloadDevice::None, OffloadDevice::Nvme] {
         assert_same(&format!("{params:?}"), &run(Offload { params, ..FILES }), &expected);
     }
-}
-
-#[test]
-fn values_in_files_are_read_and_changed_by_name() {
-    on_ranks("nvme::values_in_files_are_read_and_changed_by_name", 2, read_through);
 }
 
 /// In the third step rank 1 loses a file, or its life.
@@ -424,4 +401,7 @@ fn predict(ranks: usize, folder: &Path) {
 
 on_ranks_tests! {
     two_ranks_predict_with_weights_from_host_and_files: 2, predict;
+    files_change_no_bit: 2, climb;
+    a_run_with_files_resumes_bit_for_bit: 2, go_on;
+    values_in_files_are_read_and_changed_by_name: 2, read_through;
 }

@@ -14,7 +14,7 @@ use voltaic::{Device, Module, Tensor};
 use crate::ladder::trained;
 use crate::models::{Cnn, Odd, Small, all_loaders, loaders};
 use crate::muon::{Mixed, aux};
-use crate::ranks::{assert_same, on_ranks, silent, weights};
+use crate::ranks::{assert_same, silent, weights};
 use crate::resume::Saver;
 use crate::values;
 
@@ -125,7 +125,6 @@ fn climb(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn an_offload_changes_no_bit() {
-    on_ranks("offload::an_offload_changes_no_bit", 2, climb);
+on_ranks_tests! {
+    an_offload_changes_no_bit: 2, climb;
 }

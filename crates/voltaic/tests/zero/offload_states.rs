@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use voltaic::accelerator::memory_allocated;
-use voltaic::callback::Callback;
+use voltaic::callback::{Callback, LambdaCallback};
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
 use voltaic::module::HookContext;
 use voltaic::nn::{ModuleExt, Parameter};
@@ -208,22 +208,6 @@ impl Callback for TooEarly {
     }
 }
 
-struct AtEnd;
-
-impl Callback for AtEnd {
-    fn on_train_epoch_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        Ok(ctx.offload_states([LpParams])?)
-    }
-}
-
-struct AtTest;
-
-impl Callback for AtTest {
-    fn on_test_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        Ok(ctx.offload_states([LpParams])?)
-    }
-}
-
 #[test]
 fn states_stay_where_they_are_needed() {
     let folder = tempfile::tempdir().unwrap();
@@ -231,11 +215,14 @@ fn states_stay_where_they_are_needed() {
     let fit = |builder: TrainerBuilder| {
         builder.build().unwrap().fit(&mut Small::new(), &mut loaders(8)).unwrap_err().to_string()
     };
-    let error = fit(builder().callback(TooEarly));
-    assert!(error.contains("on_after_backward is a part of a step") && error.contains("between"), "{error}");
-    let error = fit(builder().callback(AtEnd).graph(voltaic::trainer::GraphMode::Step));
+    assert_contains!(fit(builder().callback(TooEarly)), "on_after_backward is a part of a step", "between");
+    let error = fit(builder()
+        .callback(LambdaCallback::new().on_train_epoch_end(|ctx, _| Ok(ctx.offload_states([LpParams])?)))
+        .graph(voltaic::trainer::GraphMode::Step));
     assert!(error.contains("trainer.graph=step") && error.contains("graph=off"), "{error}");
-    let mut trainer = builder().callback(AtTest).build().unwrap();
-    let error = trainer.test(&mut Small::new(), &mut all_loaders(8)).unwrap_err().to_string();
-    assert!(error.contains("there are no optimizers"), "{error}");
+    let mut trainer = builder()
+        .callback(LambdaCallback::new().on_test_end(|ctx, _| Ok(ctx.offload_states([LpParams])?)))
+        .build()
+        .unwrap();
+    assert_error!(trainer.test(&mut Small::new(), &mut all_loaders(8)), "there are no optimizers");
 }

@@ -83,6 +83,9 @@ fn two_values_of_one_weight(ranks: usize, folder: &Path) {
 
 on_ranks_tests! {
     two_values_of_a_tied_weight_are_refused_by_all_ranks: 2, two_values_of_one_weight;
+    two_ranks_go_on_from_a_file_of_lightning: 2, of_lightning;
+    what_is_wrong_with_a_file_ends_all_ranks: 2, refused;
+    a_file_that_is_cut_meanwhile_ends_all_ranks: 2, cut_meanwhile;
 }
 
 /// A file of Lightning, with tensors that are read from where they lie, is what it is converted to.
@@ -132,11 +135,6 @@ fn of_lightning(ranks: usize, folder: &Path) {
     for stage in ["ddp", "zero1", "zero2", "zero3"] {
         assert_same(stage, &run(stage, &lightning), &expected);
     }
-}
-
-#[test]
-fn two_ranks_go_on_from_a_file_of_lightning() {
-    on_ranks("one_file::two_ranks_go_on_from_a_file_of_lightning", 2, of_lightning);
 }
 
 /// Weights in bfloat16 with float32 copies, on HPUs.
@@ -213,11 +211,6 @@ fn refused(ranks: usize, folder: &Path) {
     trainer.ckpt_path(folder.join("file.ckpt")).fit(&mut Small::new(), &mut all_loaders(24)).unwrap();
 }
 
-#[test]
-fn what_is_wrong_with_a_file_ends_all_ranks() {
-    on_ranks("one_file::what_is_wrong_with_a_file_ends_all_ranks", 2, refused);
-}
-
 /// Does something with the file, or the rank, when the weights are read, and states of optimizers are not.
 struct Within(Box<dyn Fn() + Send>);
 
@@ -248,11 +241,6 @@ fn cut_meanwhile(ranks: usize, folder: &Path) {
     assert!(error.contains("file.ckpt: rank 0: cannot read checkpoint"), "{error}");
     let all = trainer.world().group().unwrap().all_gather_object(&error).unwrap();
     assert!(all.iter().all(|other| *other == error), "{all:?}");
-}
-
-#[test]
-fn a_file_that_is_cut_meanwhile_ends_all_ranks() {
-    on_ranks("one_file::a_file_that_is_cut_meanwhile_ends_all_ranks", 2, cut_meanwhile);
 }
 
 /// A rank that dies between weights and states ends the others within the time-out.

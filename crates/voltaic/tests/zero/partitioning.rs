@@ -5,9 +5,8 @@
 use std::sync::Mutex;
 
 use serde_json::json;
-use voltaic::callback::Callback;
+use voltaic::callback::LambdaCallback;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
-use voltaic::module::HookContext;
 use voltaic::nn::{Callable, Forward, ModuleExt, Parameter};
 use voltaic::optim::Sgd;
 use voltaic::strategy::DeepSpeedStrategy;
@@ -120,20 +119,6 @@ fn a_hundred_layers_come_and_go() {
     });
 }
 
-/// Switches a parameter off and on, a different one at each batch.
-struct Switch;
-
-impl Callback for Switch {
-    fn on_train_batch_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
-        let parameters = module.parameters();
-        let off = ctx.batch_idx() % parameters.len();
-        for (index, parameter) in parameters.iter().enumerate() {
-            let _ = parameter.set_requires_grad(index != off);
-        }
-        Ok(())
-    }
-}
-
 #[test]
 fn parameters_that_are_switched_off_for_a_step_are_left_alone() {
     on_ranks(
@@ -141,7 +126,16 @@ fn parameters_that_are_switched_off_for_a_step_are_left_alone() {
         2,
         |ranks, folder| {
             let run = |strategy: &str| {
-                let builder = silent(ranks, strategy, folder).max_epochs(2).callback(Switch);
+                let builder = silent(ranks, strategy, folder).max_epochs(2).callback(
+                    LambdaCallback::new().on_train_batch_start(|ctx, module| {
+                        let parameters = module.parameters();
+                        let off = ctx.batch_idx() % parameters.len();
+                        for (index, parameter) in parameters.iter().enumerate() {
+                            let _ = parameter.set_requires_grad(index != off);
+                        }
+                        Ok(())
+                    }),
+                );
                 trained(builder, Small::new(), loaders(24))
             };
             let expected = run("ddp_find_unused_parameters_true");

@@ -7,7 +7,6 @@ use std::sync::Mutex;
 use serde_json::{Value, json};
 use voltaic::checkpoint::Checkpoint;
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
-use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::Parameter;
 use voltaic::optim::{AdamW, Optimizers, Sgd};
 use voltaic::strategy::DeepSpeedStrategy;
@@ -204,17 +203,12 @@ struct FloatStates {
     net: Small,
 }
 
-impl LightningModule for FloatStates {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        self.net.loss(x, y)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Ok(Optimizers::new(AdamW::new(0.01)).with_float32_states())
-    }
-}
+lightning_module!(
+    FloatStates,
+    Batch,
+    Optimizers::new(AdamW::new(0.01)).with_float32_states(),
+    |net, (x, y), _| net.net.loss(x, y)
+);
 
 /// DeepSpeed's `bf16_master_weights_and_grads` and `fp16_master_weights_and_grads`: weights and gradients of 16 bits alone, moments in
 /// float32; in folders, too.

@@ -13,7 +13,7 @@ use voltaic::{Module, Tensor};
 use crate::deferred::{large, peak};
 use crate::ladder::gpt;
 use crate::models::{Kernels, Odd, Small, all_loaders, loaders, numbers, tokens};
-use crate::ranks::{assert_same, folder_of_rank, on_ranks, output, silent, weights};
+use crate::ranks::{assert_same, folder_of_rank, output, silent, weights};
 use crate::shards::{sorted, staged};
 use crate::stage3::bare;
 
@@ -109,19 +109,13 @@ fn touched(ranks: usize, folder: &Path) {
     // another one cannot take it, nor can this one take another one meanwhile
     let mut other = resting(ranks, folder).max_epochs(1).build().unwrap();
     refused(other.fit(&mut net, &mut loaders(8)).unwrap_err().to_string(), way);
-    let error = trainer.fit(&mut Small::new(), &mut loaders(8)).unwrap_err().to_string();
-    assert!(error.contains("has left its weights sharded") && error.contains(way), "{error}");
+    assert_error!(trainer.fit(&mut Small::new(), &mut loaders(8)), "has left its weights sharded", way);
     trainer.gather_weights(&net).unwrap();
     trainer.fit(&mut Small::new(), &mut loaders(8)).unwrap();
     // nobody misses the last one
     trainer.fit(&mut net, &mut loaders(8)).unwrap();
     drop(trainer);
     refused(net.try_state_dict().unwrap_err().to_string(), "is gone");
-}
-
-#[test]
-fn a_touch_names_the_way() {
-    on_ranks("rest::a_touch_names_the_way", 2, touched);
 }
 
 /// With DeepSpeed's class, and for modules that were made without memory.
@@ -147,11 +141,6 @@ fn ways(ranks: usize, folder: &Path) {
         let of_all = trainer.world().group().unwrap().all_gather_object(&sums).unwrap();
         assert!(of_all.iter().all(|of_rank| *of_rank == sums));
     }
-}
-
-#[test]
-fn deferred_modules_stay_sharded() {
-    on_ranks("rest::deferred_modules_stay_sharded", 2, ways);
 }
 
 /// Weights alone are written tensor by tensor, and are those of a data-parallel run.
@@ -197,6 +186,9 @@ fn weights_only(ranks: usize, folder: &Path) {
 on_ranks_tests! {
     two_ranks_write_weights: 2, weights_only;
     three_ranks_write_weights: 3, weights_only;
+    a_touch_names_the_way: 2, touched;
+    deferred_modules_stay_sharded: 2, ways;
+    a_file_that_cannot_be_written_ends_all_ranks: 2, not_written;
 }
 
 /// If rank 0 cannot write, all ranks know, and the old file stays.
@@ -213,11 +205,6 @@ fn not_written(ranks: usize, folder: &Path) {
     }
     assert!(error.contains("taken.ckpt") && error.contains("rank 0"), "{error}");
     trainer.save_weights(&net, folder.join("free.ckpt"), None).unwrap();
-}
-
-#[test]
-fn a_file_that_cannot_be_written_ends_all_ranks() {
-    on_ranks("rest::a_file_that_cannot_be_written_ends_all_ranks", 2, not_written);
 }
 
 /// Rank 0 has one tensor at a time while it writes.

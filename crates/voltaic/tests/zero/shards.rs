@@ -20,7 +20,7 @@ use voltaic::{Module, Result, Tensor};
 use crate::checkpoints::full_checkpoint;
 use crate::ladder::gpt;
 use crate::models::{Batch, Cnn, Kernels, Odd, Small, all_loaders, loaders, numbers, tokens};
-use crate::ranks::{Body, STAGES, assert_same, assert_within, on_ranks, on_ranks_in_turn, silent, weights};
+use crate::ranks::{Body, STAGES, assert_same, assert_within, on_ranks_in_turn, silent, weights};
 use crate::stage3::divided;
 
 /// A trainer whose stage 3 lets no parameter stay.
@@ -358,11 +358,6 @@ fn keeps_the_best(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn two_ranks_keep_the_best() {
-    on_ranks("shards::two_ranks_keep_the_best", 2, keeps_the_best);
-}
-
 /// After a fit, a folder can be saved, also in place of a file and of a folder; files in place of folders.
 fn save_after_fit(ranks: usize, folder: &Path) {
     let path = folder.join("after.ckpt");
@@ -386,11 +381,6 @@ fn save_after_fit(ranks: usize, folder: &Path) {
     let left = std::fs::read_dir(folder).unwrap().flatten();
     let left: Vec<_> = left.filter(|entry| entry.file_name().to_string_lossy().ends_with(".tmp")).collect();
     assert!(left.is_empty(), "{left:?}");
-}
-
-#[test]
-fn two_ranks_save_after_fit() {
-    on_ranks("shards::two_ranks_save_after_fit", 2, save_after_fit);
 }
 
 fn disk_is_full(path: &Path) -> Result<()> {
@@ -523,11 +513,6 @@ fn fails_together(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn what_fails_on_one_rank_beside_a_checkpoint_ends_all() {
-    on_ranks("shards::what_fails_on_one_rank_beside_a_checkpoint_ends_all", 2, fails_together);
-}
-
 /// Where a folder of each version of the format is kept, with what one file has of it.
 fn kept_folder(version: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/shards").join(version)
@@ -569,11 +554,6 @@ fn read_kept(ranks: usize, folder: &Path) {
             assert_within(&format!("{version} to {stage}"), &run(&kept), &run(&file), 1e-6);
         }
     }
-}
-
-#[test]
-fn two_ranks_go_on_from_folders_of_earlier_versions() {
-    on_ranks("shards::two_ranks_go_on_from_folders_of_earlier_versions", 2, read_kept);
 }
 
 /// What the process has read of files, as the system counts.
@@ -685,4 +665,8 @@ on_ranks_tests! {
     columns_of_four_ranks_are_saved: 4, save_columns;
     #[ignore = "writes files of the tests"]
     keeps_a_folder: 3, keep_folder;
+    two_ranks_keep_the_best: 2, keeps_the_best;
+    two_ranks_save_after_fit: 2, save_after_fit;
+    what_fails_on_one_rank_beside_a_checkpoint_ends_all: 2, fails_together;
+    two_ranks_go_on_from_folders_of_earlier_versions: 2, read_kept;
 }

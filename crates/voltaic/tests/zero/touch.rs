@@ -81,11 +81,6 @@ fn by_hand(ranks: usize, folder: &Path) {
     assert_eq!(first, 0.25);
 }
 
-#[test]
-fn two_ranks_touch_weights_by_hand() {
-    on_ranks("touch::two_ranks_touch_weights_by_hand", 2, by_hand);
-}
-
 /// An average of the weights, and the summary.
 fn average(ranks: usize, folder: &Path) {
     let run = |strategy: &str| {
@@ -100,11 +95,6 @@ fn average(ranks: usize, folder: &Path) {
     for stage in STAGES {
         assert_same(stage, &run(stage), &expected);
     }
-}
-
-#[test]
-fn two_ranks_average_weights() {
-    on_ranks("touch::two_ranks_average_weights", 2, average);
 }
 
 /// Fails in its third step.
@@ -128,8 +118,7 @@ fn after_a_failure(ranks: usize, folder: &Path) {
     let config = OnExceptionCheckpointConfig { dirpath: folder.into(), ..Default::default() };
     let saver = OnExceptionCheckpoint::new(config).unwrap();
     let mut trainer = staged(ranks, "zero3", folder).callback(saver).build().unwrap();
-    let error = trainer.fit(&mut net, &mut loaders(24)).unwrap_err().to_string();
-    assert!(error.contains("enough"), "{error}");
+    assert_error!(trainer.fit(&mut net, &mut loaders(24)), "enough");
     let begun = std::time::Instant::now();
     let errors = [
         net.net.first.weight.try_tensor().unwrap_err(),
@@ -144,11 +133,6 @@ fn after_a_failure(ranks: usize, folder: &Path) {
     assert!(!folder.join("empty.ckpt").exists());
     assert!(!folder.join("on_exception.ckpt").exists());
     assert_eq!(net.begun.tensor().int64_value(&[0]), 3, "what no checkpoint needs is not copied, nor undone");
-}
-
-#[test]
-fn two_ranks_know_after_a_failure() {
-    on_ranks("touch::two_ranks_know_after_a_failure", 2, after_a_failure);
 }
 
 /// Takes norms of gradients, and looks at predictions and the summary.
@@ -236,9 +220,11 @@ fn norms_and_predictions(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn two_ranks_take_norms_and_write_predictions() {
-    on_ranks("touch::two_ranks_take_norms_and_write_predictions", 2, norms_and_predictions);
+on_ranks_tests! {
+    two_ranks_touch_weights_by_hand: 2, by_hand;
+    two_ranks_average_weights: 2, average;
+    two_ranks_know_after_a_failure: 2, after_a_failure;
+    two_ranks_take_norms_and_write_predictions: 2, norms_and_predictions;
 }
 
 /// The summary of a module whose weights are divided is that of the whole one.
@@ -333,7 +319,6 @@ fn a_view_that_is_kept_aside_is_refused() {
     on_ranks("touch::a_view_that_is_kept_aside_is_refused", 2, |ranks, folder| {
         let mut net = Viewed { out: Linear::new(5, 3).unwrap(), kept: std::sync::Mutex::default() };
         let mut trainer = staged(ranks, "zero3", folder).max_epochs(1).build().unwrap();
-        let error = trainer.fit(&mut net, &mut loaders(8)).unwrap_err().to_string();
-        assert!(error.contains("it is a view of a weight, kept from before"), "{error}");
+        assert_error!(trainer.fit(&mut net, &mut loaders(8)), "it is a view of a weight, kept from before");
     });
 }

@@ -4,7 +4,6 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use voltaic::distributed::ProcessGroup;
-use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::{ModuleExt, Parameter};
 use voltaic::optim::{
     AdamW, BuildOptimizer, Optimizer, OptimizerState, Optimizers, ParamGroup, ParamGroupSpec,
@@ -15,7 +14,7 @@ use voltaic::{Module, Result, Tensor};
 
 use crate::ladder::trained;
 use crate::models::{Batch, Small, loaders};
-use crate::ranks::{assert_same, on_ranks, silent, weights};
+use crate::ranks::{assert_same, silent, weights};
 
 const STAGES: [ZeroStage; 3] = [ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
 
@@ -67,17 +66,12 @@ struct Noted {
     has_units: bool,
 }
 
-impl LightningModule for Noted {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        self.net.loss(x, y)
-    }
-
-    fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
-        Optimizers::new(NotingAdamW { notes: self.notes.clone(), has_units: self.has_units }).into()
-    }
-}
+lightning_module!(
+    Noted,
+    Batch,
+    |net| Optimizers::new(NotingAdamW { notes: net.notes.clone(), has_units: net.has_units }),
+    |net, (x, y), _| net.net.loss(x, y)
+);
 
 struct NotingAdamW {
     notes: Arc<Notes>,
@@ -186,7 +180,6 @@ fn overlap(ranks: usize, folder: &Path) {
     }
 }
 
-#[test]
-fn weights_travel_while_the_next_unit_is_updated() {
-    on_ranks("units::weights_travel_while_the_next_unit_is_updated", 2, overlap);
+on_ranks_tests! {
+    weights_travel_while_the_next_unit_is_updated: 2, overlap;
 }

@@ -158,6 +158,8 @@ on_ranks_tests! {
     two_ranks_have_the_values_of_ddp: 2, equal;
     #[ignore = "a long form, which make stress runs"]
     three_ranks_have_the_values_of_ddp: 3, equal;
+    what_is_not_there_is_an_error_on_all_ranks: 2, wrong;
+    two_trainers_take_turns: 2, two_trainers;
 }
 
 #[test]
@@ -218,11 +220,6 @@ fn wrong(ranks: usize, folder: &Path) {
             assert!(all.iter().all(|of_rank| *of_rank == all[0]), "{stage}: {all:?}");
         }
     }
-}
-
-#[test]
-fn what_is_not_there_is_an_error_on_all_ranks() {
-    on_ranks("values::what_is_not_there_is_an_error_on_all_ranks", 2, wrong);
 }
 
 /// Writes this rank's elements alone.
@@ -341,9 +338,4 @@ fn two_trainers(ranks: usize, folder: &Path) {
         assert_same(stage, &weights(&net), &one);
         assert_same(stage, inner.lock().unwrap().as_ref().unwrap(), &one);
     }
-}
-
-#[test]
-fn two_trainers_take_turns() {
-    on_ranks("values::two_trainers_take_turns", 2, two_trainers);
 }
