@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::merge::{Remarks, append, merge};
 use super::node::{Data, Node, Origin, join};
-use super::schema::View;
+use super::schema::{Class, View};
 use super::yaml;
 use crate::error::{ConfigProblem, Problem, shortened};
 
@@ -116,6 +116,14 @@ fn set(
         return Ok(());
     };
     if is_list(node, &view) {
+        // A class begins the list.
+        if *part == "class_path"
+            && rest.is_empty()
+            && !matches!(&node.data, Data::List(items) if !items.is_empty())
+        {
+            append(node, value, &view, &key, remarks);
+            return Ok(());
+        }
         let (index, rest) = element(node, &key, part, parts, rest)?;
         let view = view.item(index);
         let Data::List(items) = &mut node.data else { return Ok(()) };
@@ -141,6 +149,11 @@ fn set(
     }
     let class = node.class_name().or_else(|| view.default_class());
     let class = class.and_then(|name| view.class(name));
+    // Among its arguments, too, where Lightning's classes have it.
+    let (part, rest) = match rest.split_first() {
+        Some((own, after)) if *part == "init_args" && is_beside(own, &view, class.as_ref()) => (own, after),
+        _ => (part, rest),
+    };
     if *part != "init_args" && view.class_keys().contains(part) {
         // A key beside the class, such as the interval of a schedule.
         let place = class.map_or_else(|| view.clone(), |class| view.of_class(&class)).child(part);
@@ -163,6 +176,14 @@ fn set(
     let key = join(&key, "init_args");
     let Some(node) = node.child("init_args", &origin) else { return Ok(()) };
     set(Target { node, view, key }, rest, appends, value, remarks)
+}
+
+/// Whether a key stands beside the class, such as the `monitor` of a schedule, and is no argument of it.
+fn is_beside(name: &str, view: &View<'_>, class: Option<&Class<'_>>) -> bool {
+    let arguments = class.and_then(|class| class.init_args.as_ref());
+    name != "class_path"
+        && view.class_keys().contains(&name)
+        && arguments.is_none_or(|arguments| arguments.child(name).is_none())
 }
 
 /// Whether the next part of a key is for an element of a list.

@@ -276,6 +276,26 @@ fn plugins_loggers_and_callbacks_have_the_names_of_the_originals() {
     assert!(found.contains("`DeepSpeedPrecisionPlugin2` is not a known class"), "{found}");
 }
 
+/// Each key of a class as jsonargparse prints it.
+#[test]
+fn classes_are_given_key_by_key() {
+    let options = [
+        "trainer.logger.class_path=lightning.pytorch.loggers.CSVLogger",
+        "trainer.logger.init_args.name=runs",
+        "trainer.callbacks.class_path=EarlyStopping",
+        "trainer.callbacks.init_args.monitor=val_loss",
+        "optimizer=AdamW",
+        "lr_scheduler.class_path=ReduceLROnPlateau",
+        "lr_scheduler.init_args.patience=3",
+        "lr_scheduler.init_args.monitor=val_loss",
+    ];
+    let tree = layers("", &options).resolve().unwrap().tree;
+    assert_eq!(tree["trainer"]["logger"][0]["init_args"]["name"], "runs");
+    assert_eq!(tree["trainer"]["callbacks"][0]["init_args"]["monitor"], "val_loss");
+    let (schedule, patience) = (&tree["lr_scheduler"], &tree["lr_scheduler"]["init_args"]["patience"]);
+    assert_eq!((&schedule["monitor"], patience), (&json!("val_loss"), &json!(3)));
+}
+
 /// A whole dump, sections of callbacks that a program forces, and what Lightning 1 wrote.
 #[test]
 fn files_that_people_have_are_read_as_they_are() {
