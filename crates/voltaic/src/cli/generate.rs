@@ -8,6 +8,7 @@ use tch::Tensor;
 
 use super::console::print;
 use super::request::{GenerateArgs, RunRequest};
+use super::training::begin_from;
 use crate::data::{DataLoader, Loaders, TensorDataset, Tokenizer};
 use crate::error::ConfigError;
 use crate::generation::{CausalLm, GenerationConfig, Generations, Generator};
@@ -29,15 +30,16 @@ pub(super) fn generate<M: LightningModule + CausalLm>(
         let remedy = "choose data that is text, such as ShakespeareData, or implement DataModule::tokenizer";
         return Err(ConfigError::new("data", what, remedy).into());
     };
-    let Some(checkpoint) = request.ckpt_path() else {
-        let remedy = "give --ckpt_path=FILE, last or best";
+    if request.weights_are_drawn() {
+        let remedy = "give --ckpt_path=FILE, last or best, or --weights=FILE";
         return Err(
             ConfigError::new("ckpt_path", "not set, so that the weights would be random", remedy).into()
         );
-    };
+    }
     let config = config(arguments, &model, tokenizer.as_ref())?;
     let mut trainer = builder.use_distributed_sampler(false).enable_progress_bar(false).build()?;
-    trainer.ckpt_path(checkpoint).return_predictions(false);
+    begin_from(request, &mut trainer)?;
+    trainer.return_predictions(false);
     let is_printer = trainer.is_global_zero();
     let mut module = Generating {
         model,

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use super::console::{print, print_metrics};
 use super::request::{MeasuredOn, QuantizeArgs, RunRequest};
+use super::training::begin_from;
 use crate::data::DataModule;
 use crate::error::ConfigError;
 use crate::logger::plot_quantization;
@@ -20,12 +21,12 @@ pub(super) fn quantize<M: LightningModule>(
     data: &mut (dyn DataModule<Batch = M::Batch> + 'static),
 ) -> anyhow::Result<()> {
     let Some(arguments) = request.quantize() else { anyhow::bail!("quantize without its options") };
-    let Some(checkpoint) = request.ckpt_path() else {
-        let remedy = "give --ckpt_path=FILE, last or best";
+    if request.weights_are_drawn() {
+        let remedy = "give --ckpt_path=FILE, last or best, or --weights=FILE";
         return Err(
             ConfigError::new("ckpt_path", "not set, so that the weights would be random", remedy).into()
         );
-    };
+    }
     let config = config(arguments)?;
     let mut trainer = builder.build()?;
     let folder = trainer.log_dir().to_path_buf();
@@ -33,7 +34,7 @@ pub(super) fn quantize<M: LightningModule>(
     if !config.scale_method.needs_no_measures() {
         quant::convert(model, &measure)?;
     }
-    trainer.ckpt_path(checkpoint);
+    begin_from(request, &mut trainer)?;
     let before = run(&mut trainer, arguments.stage, model, data)?;
     let is_own = config.dump_stats_path.is_none();
     let found = is_own.then(|| folder.join(crate::precision::fp8::MEASURE));

@@ -156,8 +156,8 @@ impl Registry {
             let divides = trainer.is_ok_and(|trainer| trainer.strategy.may_divide_weights());
             let model = match request.verb() {
                 _ if divides => init::deferred(make),
-                // all weights are the checkpoint's, and a text has its own random numbers
-                Verb::Generate => init::without_draws(make),
+                // none is left as it is drawn, and a text has its own random numbers
+                Verb::Generate if request.takes_all_weights() => init::without_draws(make),
                 _ => make(),
             };
             Ok(Box::new(model?) as Box<dyn Any>)
@@ -294,7 +294,7 @@ impl Registry {
         properties.insert(
             "weights".to_owned(),
             json!({
-                "description": "Weights that a fit begins with: a checkpoint or a file of weights, or a path and how strict.",
+                "description": "Weights that the call begins with: a checkpoint or a file of weights, or a path and how strict. ckpt_path comes first.",
                 "anyOf": [
                     {"type": ["string", "null"]},
                     {

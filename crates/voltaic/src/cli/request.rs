@@ -196,20 +196,39 @@ impl RunRequest {
         self.settings.tree.get("ckpt_path")?.as_str()
     }
 
-    /// The weights that a fit begins with.
+    /// The weights of a file that the call begins with.
+    ///
+    /// # Errors
+    /// If it says how strict, and not which file.
     pub(super) fn weights(&self) -> Result<Option<InitialWeights>, ConfigError> {
-        match self.settings.tree.get("weights") {
-            Some(Value::String(path)) => Ok(Some(InitialWeights { path: path.into(), strict: true })),
-            _ => self.section("weights"),
+        let Some(weights) = self.settings.tree.get("weights") else { return Ok(None) };
+        let is_strict = weights.get("strict").and_then(Value::as_bool).unwrap_or(true);
+        match weights.as_str().or_else(|| weights.get("path")?.as_str()) {
+            Some(path) => Ok(Some(InitialWeights { path: path.into(), strict: is_strict })),
+            None if !is_strict => {
+                let remedy = "give weights.path=FILE, or leave weights.strict out";
+                Err(ConfigError::new("weights.strict", "false, but there is no file", remedy))
+            }
+            None => Ok(None),
         }
+    }
+
+    /// Whether all weights come from a file.
+    pub(super) fn takes_all_weights(&self) -> bool {
+        self.ckpt_path().is_some() || self.weights().is_ok_and(|weights| weights.is_some_and(|of| of.strict))
     }
 
     /// Whether this runs a model that neither was trained nor has weights of a file.
     pub(super) fn weights_are_drawn(&self) -> bool {
-        let of_inference =
-            ["/trainer/strategy/init_args/checkpoint", "/trainer/strategy/init_args/config/checkpoint"];
+        let keys = [
+            "/ckpt_path",
+            "/weights",
+            "/weights/path",
+            "/trainer/strategy/init_args/checkpoint",
+            "/trainer/strategy/init_args/config/checkpoint",
+        ];
         let is_path = |key: &str| self.settings.tree.pointer(key).is_some_and(Value::is_string);
-        self.verb != Verb::Fit && self.ckpt_path().is_none() && !of_inference.into_iter().any(is_path)
+        self.verb != Verb::Fit && !keys.into_iter().any(is_path)
     }
 
     /// Where each value of the configuration was set.

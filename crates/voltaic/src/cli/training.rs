@@ -33,6 +33,7 @@ impl Registry {
             .optional_section::<OptimizerConfig>("optimizer", "Optimizer in place of the model's own.")
             .optional_section::<LrSchedulerSettings>("lr_scheduler", "Learning rate schedule of `optimizer`.")
             .check_with(&["trainer", "optimizer", "lr_scheduler"], |request| builder(request)?.check())
+            .check_with(&["weights"], |request| request.weights().map(drop))
             .seed_with(|seed| Ok(seed_everything(seed)?))
     }
 
@@ -156,20 +157,16 @@ fn run<M: LightningModule>(
         return show(request, builder(request)?, model, data);
     }
     let mut trainer = builder(request)?.build()?;
-    match request.ckpt_path() {
-        Some(path) => _ = trainer.ckpt_path(path),
-        None if request.weights_are_drawn() && trainer.is_global_zero() => tracing::warn!(
-            "{} without ckpt_path: the weights are drawn at random, unless the model loads some itself; give \
-             --ckpt_path=FILE, last or best",
+    begin_from(request, &mut trainer)?;
+    if request.weights_are_drawn() && trainer.is_global_zero() {
+        tracing::warn!(
+            "{} without ckpt_path or weights: the weights are drawn at random, unless the model loads some itself; give \
+             --ckpt_path=FILE, last or best, or --weights=FILE",
             request.verb().as_str()
-        ),
-        None => {}
+        );
     }
     match request.verb() {
         Verb::Fit => {
-            if let Some(InitialWeights { path, strict }) = request.weights()? {
-                trainer.weights(path, strict);
-            }
             let keeps_files =
                 trainer.config().loggers().is_enabled() && trainer.config().fast_dev_run.batches().is_none();
             let saved = match trainer.is_global_zero() && keeps_files {
@@ -202,6 +199,17 @@ fn run<M: LightningModule>(
         Verb::Generate | Verb::Quantize | Verb::Graph => {
             anyhow::bail!("{} is run elsewhere", request.verb().as_str())
         }
+    }
+    Ok(())
+}
+
+/// Gives the trainer what its next call begins with.
+pub(super) fn begin_from(request: &RunRequest, trainer: &mut Trainer) -> Result<(), ConfigError> {
+    if let Some(path) = request.ckpt_path() {
+        trainer.ckpt_path(path);
+    }
+    if let Some(InitialWeights { path, strict }) = request.weights()? {
+        trainer.weights(path, strict);
     }
     Ok(())
 }

@@ -97,9 +97,9 @@ impl Trainer {
         self
     }
 
-    /// Makes the next fit begin with the weights of a file, and with the first epoch: a checkpoint of voltaic, Lightning or DeepSpeed, a
-    /// safetensors file, a state dict of `torch.save`. The rest of a checkpoint is left where it is. A fit that resumes
-    /// ([`Trainer::ckpt_path`], a run that is started again) has the checkpoint's.
+    /// Makes the next call begin with the weights of a file, and a fit with the first epoch: a checkpoint of voltaic, Lightning or
+    /// DeepSpeed, a safetensors file, a state dict of `torch.save`. The rest of a checkpoint is left where it is. A call with a
+    /// checkpoint ([`Trainer::ckpt_path`], a run that is started again) has the checkpoint's, and says so.
     ///
     /// Unless `strict`, weights whose names are on one side only stay as they are; a warning names them. Shapes must be the same.
     ///
@@ -145,8 +145,9 @@ impl Trainer {
         }
         self.warn_ignored_options();
         let options = self.options(Stage::Fit, ckpt_path);
-        self.run.fit(&self.plan, module, data, &options)?;
+        let done = self.run.fit(&self.plan, module, data, &options);
         self.run.weights = None;
+        done?;
         self.run.forget_note()
     }
 
@@ -459,7 +460,9 @@ impl Trainer {
         }
         let ckpt_path = self.ckpt_path.take();
         let options = self.options(stage, ckpt_path);
-        self.run.evaluate(&self.plan, module, data, (stage, &options), body)
+        let output = self.run.evaluate(&self.plan, module, data, (stage, &options), body);
+        self.run.weights = None;
+        output
     }
 }
 

@@ -1,4 +1,4 @@
-//! Fits that begin with the weights of a file.
+//! Fits and evaluations that begin with the weights of a file.
 
 use std::path::Path;
 use std::process::Command;
@@ -6,6 +6,7 @@ use std::process::Command;
 use tempfile::TempDir;
 use voltaic::Tensor;
 use voltaic::nn::ModuleExt;
+use voltaic::trainer::Trainer;
 
 use crate::probe::silent;
 use crate::trainer::{Net, loaders};
@@ -23,13 +24,14 @@ fn a_fit_of_the_command_begins_with_the_weights_of_a_file() {
     };
     let data = format!("--data.data_dir={}", digits.display());
     let base = ["--model=Mlp", "--data=MnistData", &data, "--data.batch_size=4", "--trainer.accelerator=cpu"];
-    let limits = ["--trainer.max_steps=1", "--trainer.limit_val_batches=2"];
+    let limits = ["val", "test", "predict"].map(|what| format!("--trainer.limit_{what}_batches=2"));
+    let limits = ["--trainer.max_steps=1", &limits[0], &limits[1], &limits[2]];
     let run = |first: &[&str]| {
         let (code, text) = run(&[first, &base[..], &limits[..]].concat());
         (code == Some(0), text)
     };
     let loss = |path: &str| {
-        let (is_done, text) = run(&["validate", &format!("--ckpt_path={path}")]);
+        let (is_done, text) = run(&["validate", path]);
         let line = text.lines().find(|line| line.starts_with("val_loss")).map(str::to_owned);
         assert!(is_done && line.is_some(), "{text}");
         line.unwrap()
@@ -40,7 +42,25 @@ fn a_fit_of_the_command_begins_with_the_weights_of_a_file() {
     let converted =
         Command::new(env!("CARGO_BIN_EXE_voltaic")).args(convert).current_dir(root.path()).status();
     assert!(converted.unwrap().success());
-    let of_file = loss("a.safetensors");
+    let of_file = loss("--ckpt_path=a.safetensors");
+    assert_eq!(loss("--weights=a.safetensors"), of_file);
+    assert_ne!(loss("--seed_everything=2"), of_file);
+    for verb in ["validate", "test", "predict"] {
+        let (is_done, text) = run(&[verb, "--weights=a.safetensors"]);
+        assert!(
+            is_done && text.contains(&format!("{verb} begins with the weights of a.safetensors")),
+            "{text}"
+        );
+        assert!(!text.contains("drawn at random"), "{text}");
+        let (is_done, text) = run(&[verb, "--weights=b.safetensors", "--ckpt_path=a.safetensors"]);
+        let idle = format!("weights=b.safetensors has no effect: {verb} begins with ckpt_path=a.safetensors");
+        assert!(is_done && text.contains(&idle), "{text}");
+        let (is_done, text) = run(&[verb, "--weights.strict=false"]);
+        assert!(
+            !is_done && text.contains("weights.strict") && text.contains("give weights.path=FILE"),
+            "{text}"
+        );
+    }
     let strategies: [(&str, &[&str]); 3] = [
         ("one", &[]),
         ("ddp", &["--trainer.devices=2", "--trainer.strategy=ddp"]),
@@ -51,7 +71,7 @@ fn a_fit_of_the_command_begins_with_the_weights_of_a_file() {
         let still = ["fit", "--seed_everything=2", "--optimizer=SGD", "--optimizer.lr=1e-30", &folder];
         let (is_done, text) = run(&[&still[..], keys, &["--weights=a.safetensors"]].concat());
         assert!(is_done && text.contains("fit begins with the weights of a.safetensors"), "{name}: {text}");
-        let path = format!("{name}/lightning_logs/version_0/checkpoints/epoch=0-step=1.ckpt");
+        let path = format!("--ckpt_path={name}/lightning_logs/version_0/checkpoints/epoch=0-step=1.ckpt");
         assert_eq!(loss(&path), of_file, "{name}");
     }
     let (is_done, text) = run(&["fit", "--weights=b.safetensors"]);
@@ -72,7 +92,25 @@ fn names_may_be_on_one_side_only_unless_strict() {
         trainer.weights(&file, strict).fit(&mut net, &mut loaders()).map(|()| net.state_dict())
     };
     assert_error!(fit(true), "head.weight", "part.safetensors");
-    let state = fit(false).unwrap();
-    let tensor = |name: &str| &state.iter().find(|(own, _)| own == name).unwrap().1;
-    assert!(tensor("fc1.weight").equal(&given) && tensor("fc1.bias").equal(&bias));
+    let has_taken = |state: &[(String, Tensor)]| {
+        let tensor = |name: &str| &state.iter().find(|(own, _)| own == name).unwrap().1;
+        tensor("fc1.weight").equal(&given) && tensor("fc1.bias").equal(&bias)
+    };
+    assert!(has_taken(&fit(false).unwrap()));
+    let evaluations: [fn(&mut Trainer, &mut Net); 3] = [
+        |trainer, net| drop(trainer.validate(net, &mut loaders()).unwrap()),
+        |trainer, net| drop(trainer.test(net, &mut loaders()).unwrap()),
+        |trainer, net| drop(trainer.predict(net, &mut loaders()).unwrap()),
+    ];
+    for evaluate in evaluations {
+        let mut net = Net::new();
+        let own = bias.copy();
+        net.load_state_dict(&[("fc1.bias".to_owned(), own)], false).unwrap();
+        let mut trainer = silent().build().unwrap();
+        evaluate(trainer.weights(&file, false), &mut net);
+        assert!(has_taken(&net.state_dict()));
+        net.load_state_dict(&[("fc1.weight".to_owned(), given.zeros_like())], false).unwrap();
+        evaluate(&mut trainer, &mut net);
+        assert!(!has_taken(&net.state_dict()), "they are for one call");
+    }
 }

@@ -75,7 +75,7 @@ fn verbs_of_weights_say_that_there_are_none() {
     let output = |more: &[&str], verb| {
         let output = short_run_with(more, verb, Stdio::piped(), Stdio::piped());
         assert_eq!(output.status.code(), Some(0));
-        String::from_utf8_lossy(&output.stderr).contains("without ckpt_path: the weights are drawn at random")
+        String::from_utf8_lossy(&output.stderr).contains("the weights are drawn at random")
     };
     assert!(!output(&[], "fit"));
     for verb in ["validate", "test", "predict"] {

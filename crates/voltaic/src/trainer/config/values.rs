@@ -179,17 +179,11 @@ conversions! { CkptPath:
     &PathBuf => |path| Self::At(path.clone()),
 }
 
-/// Weights that a fit begins with, as [`Trainer::weights`](crate::trainer::Trainer::weights) takes them.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields)]
+/// Weights that a call begins with, as [`Trainer::weights`](crate::trainer::Trainer::weights) takes them.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct InitialWeights {
     pub path: PathBuf,
-    #[serde(default = "is_strict")]
     pub strict: bool,
-}
-
-const fn is_strict() -> bool {
-    true
 }
 
 #[cfg(test)]

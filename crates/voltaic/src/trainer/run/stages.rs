@@ -1,6 +1,6 @@
 //! One whole stage, fit or an evaluation, from set-up to tear-down.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 use serde_json::Value;
@@ -8,6 +8,7 @@ use serde_json::Value;
 use crate::accelerator::rng;
 use crate::callback::Callback;
 use crate::checkpoint::Progress;
+use crate::config::expand_home;
 use crate::data::{DataLoader, DataModule, Stage};
 use crate::distributed::collective_scope;
 use crate::error::{ConfigError, Result, first_of};
@@ -131,6 +132,9 @@ fn evaluate_session<M: LightningModule, T>(
         if session.run.world().is_global_zero() {
             tracing::info!("{stage} with the weights of {}", path.display());
         }
+        session.say_weights_are_idle(&path);
+    } else {
+        session.take_initial_weights()?;
     }
     session.convert_for_inference()?;
     let is_left_out = (source.limit)(session.plan).is_none(); // then no loader is requested, as in Lightning
@@ -222,6 +226,7 @@ impl<M: LightningModule> Session<'_, M> {
         if let Some(path) = self.start()? {
             let mut loaded = load(self, &path, true)?;
             restore_module(self, &mut loaded, &path)?;
+            self.say_weights_are_idle(&path);
             self.run.resumed_from = Some(path.clone());
             checkpoint = Some((loaded, path));
         } else {
@@ -262,21 +267,35 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(loaders)
     }
 
-    /// Loads the weights that the fit begins with, if they are a file's.
+    /// Loads the weights that the call begins with, if they are a file's.
     fn take_initial_weights(&mut self) -> Result<()> {
         let Some(InitialWeights { path, strict }) = self.run.weights.clone() else { return Ok(()) };
+        let path = expand_home(path);
         let mut loaded = load(self, &path, false)?;
         let keys = restore_weights(self, &mut loaded, &path, strict)?;
         if self.options.is_trial || !self.run.world().is_global_zero() {
             return Ok(());
         }
-        tracing::info!("fit begins with the weights of {}", path.display());
+        tracing::info!("{} begins with the weights of {}", self.run.at.stage, path.display());
         for (what, names) in [("it has no", keys.missing_keys), ("the module has no", keys.unexpected_keys)] {
             if !names.is_empty() {
                 tracing::warn!("{}: {what} {}", path.display(), first_of(&names, 20));
             }
         }
         Ok(())
+    }
+
+    /// Says on rank 0 that the call has the weights of its checkpoint in place of those of a file.
+    fn say_weights_are_idle(&self, checkpoint: &Path) {
+        let Some(InitialWeights { path, .. }) = &self.run.weights else { return };
+        if self.run.world().is_global_zero() && !self.options.is_trial {
+            tracing::info!(
+                "weights={} has no effect: {} begins with ckpt_path={}",
+                path.display(),
+                self.run.at.stage,
+                checkpoint.display()
+            );
+        }
     }
 
     /// All that comes after the last epoch.

@@ -46,7 +46,7 @@ pub(crate) struct Run {
     pub run_folders: Vec<PathBuf>,
     /// The checkpoint that this fit resumes; it is not replaced by better ones, as in Lightning.
     pub resumed_from: Option<PathBuf>,
-    /// What the next fit begins with, unless it resumes.
+    /// What the next call begins with, unless it has a checkpoint.
     pub weights: Option<InitialWeights>,
     /// Base of all shuffling.
     pub seed: u64,
