@@ -528,8 +528,16 @@ impl Callback for ModelCheckpoint {
             return Ok(());
         }
         self.state.deferred = false;
-        let score = self.agreed_score(ctx)?.map_err(anyhow::Error::msg)?;
-        self.save(ctx, score);
+        match self.agreed_score(ctx)? {
+            Ok(score) => self.save(ctx, score),
+            // the module has no validation_step
+            Err(reason) if !self.has_validated => {
+                if ctx.is_global_zero() {
+                    tracing::warn!("no checkpoint at step {}: {reason}", ctx.global_step());
+                }
+            }
+            Err(reason) => anyhow::bail!(reason),
+        }
         Ok(())
     }
 

@@ -39,6 +39,7 @@ pub use logged::{LogEntry, LogValue, ReduceFx};
 pub(crate) use manual::ManualOptimization;
 pub use manual::ManualOptimizer;
 pub use module::LightningModule;
+pub(crate) use module::NotImplemented;
 pub use module_tensors::ModuleTensors;
 pub(crate) use output::{AnyBatch, NamedTensors};
 pub use output::{OutputValue, StepOutput};

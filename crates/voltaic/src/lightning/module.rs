@@ -31,20 +31,21 @@ pub trait LightningModule: Module + Sized {
     /// shown to `on_train_batch_end`.
     fn training_step(&self, batch: &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor>;
 
-    /// Metrics of one validation batch, given to `ctx.log`. Runs without grad, in evaluation mode.
+    /// Metrics of one validation batch, given to `ctx.log`. Runs without grad, in evaluation mode. A fit of a module without it warns
+    /// at the first validation batch, and validates nothing.
     fn validation_step(&self, batch: &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<()> {
-        Err(not_implemented("validation_step", "limit_val_batches=0"))
+        Err(NotImplemented { step: "validation_step", remedy: "limit_val_batches=0" }.into())
     }
 
     /// Metrics of one test batch, given to `ctx.log`. Runs without grad, in evaluation mode.
     fn test_step(&self, batch: &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<()> {
-        Err(not_implemented("test_step", "limit_test_batches=0"))
+        Err(NotImplemented { step: "test_step", remedy: "limit_test_batches=0" }.into())
     }
 
     /// Predictions for one batch. Runs without grad, in evaluation mode. More than one tensor, and what is not a tensor, is given by
     /// name: `ctx.output("boxes", &boxes)`, `ctx.output_value("caption", text)`; without a main one return `ctx.no_prediction()`.
     fn predict_step(&self, batch: &Self::Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        Err(not_implemented("predict_step", "limit_predict_batches=0"))
+        Err(NotImplemented { step: "predict_step", remedy: "limit_predict_batches=0" }.into())
     }
 
     /// Inputs of the forward pass, on any device: with them [`ModelSummary`](crate::callback::ModelSummary) shows the sizes of each
@@ -264,8 +265,10 @@ impl StepHook {
     }
 }
 
-fn not_implemented(step: &str, remedy: &str) -> anyhow::Error {
-    anyhow::anyhow!(
-        "the module has no {step}, but there are batches for it; implement {step}, or set {remedy}"
-    )
+/// A step that a module leaves to the trait was called.
+#[derive(Debug, thiserror::Error)]
+#[error("the module has no {step}, but there are batches for it; implement {step}, or set {remedy}")]
+pub(crate) struct NotImplemented {
+    step: &'static str,
+    remedy: &'static str,
 }

@@ -110,6 +110,7 @@ mod narrow_grads;
 mod new_crate;
 mod nn;
 mod nn_errors;
+mod no_validation_step;
 mod optim;
 mod optim_muon;
 mod output;

@@ -5,9 +5,9 @@ use std::time::Instant;
 use crate::accelerator::rng;
 use crate::data::{Batch, DataLoader, EpochRange, Stage};
 use crate::distributed::{AbsentRanks, collective_scope};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi::InferenceMode;
-use crate::module::{BatchFacts, Hook, LightningModule, StepOutput};
+use crate::module::{BatchFacts, Hook, LightningModule, NotImplemented, StepOutput};
 use crate::nn::{set_training, set_training_modes, training_modes};
 use crate::profiler::actions;
 use crate::trainer::run::loaders::FitLoaders;
@@ -37,6 +37,10 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.at.progress.validation_is_open = true;
         self.validate(&EvalLoaders { loaders: val, num_batches })?;
         self.run.at.progress.validation_is_open = false;
+        if self.has_no_validation_step {
+            self.drop_val_loaders(loaders)?;
+        }
+        let num_batches = &loaders.plan.num_val_batches;
         let seen = &mut self.run.at.progress.validation_batches;
         seen.resize(num_batches.len(), 0);
         seen.iter_mut().zip(num_batches).for_each(|(seen, &batches)| *seen += batches as u64);
@@ -70,7 +74,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.at.is_sanity_check = false;
         self.run.log.metrics.forget_since(known);
         rng::set_states(&rng)?;
-        Ok(Some(val))
+        Ok(Some(if self.has_no_validation_step { Vec::new() } else { val }))
     }
 
     /// Validates; returns the metrics.
@@ -198,7 +202,8 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.engine.strategy.begin_evaluation(self.module, &num_batches_of_ranks)?;
         let has_several = data.loaders.len() > 1;
         let mut remaining: usize = data.num_batches.iter().sum();
-        for (dataloader_idx, (loader, &num_batches)) in data.loaders.iter().zip(data.num_batches).enumerate()
+        'loaders: for (dataloader_idx, (loader, &num_batches)) in
+            data.loaders.iter().zip(data.num_batches).enumerate()
         {
             let epoch = self.run.at.progress.current_epoch;
             let first_batch = first_batches[dataloader_idx].min(num_batches);
@@ -225,11 +230,30 @@ impl<M: LightningModule> Session<'_, M> {
                     .and_then(|()| self.log_eval_step_values(dataloader_idx, batch_idx));
                 self.run.log.metrics.set_alone(false);
                 self.run.world().group().inspect(|group| group.set_absent(None));
-                done?;
+                match done {
+                    Err(error) if self.may_do_without(&error) => break 'loaders,
+                    done => done?,
+                }
                 self.check_signals()?;
             }
         }
+        if num_batches_of_ranks.iter().any(|batches| batches.iter().all(|&batches| batches == 0)) {
+            // a rank without a batch has not called the step
+            self.has_no_validation_step = self.run.world().of_rank_zero(self.has_no_validation_step)?;
+        }
         Ok(())
+    }
+
+    /// Whether a batch has failed because a fit has no `validation_step`. The rest of the validation is left out then, and
+    /// all others; rank 0 says so.
+    fn may_do_without(&mut self, error: &Error) -> bool {
+        let Error::Hook { source, .. } = error else { return false };
+        let is_missing = self.run.at.stage == Stage::Fit && source.is::<NotImplemented>();
+        if is_missing && self.run.world().is_global_zero() {
+            tracing::warn!("{source}: this fit does not validate");
+        }
+        self.has_no_validation_step |= is_missing;
+        is_missing
     }
 
     /// In a batch that some ranks do not have, values are this rank's alone, and collectives with those ranks are refused: they are

@@ -215,6 +215,13 @@ impl<M: LightningModule> Session<'_, M> {
         Ok(())
     }
 
+    /// Continues a fit that does not validate.
+    pub(crate) fn drop_val_loaders(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
+        loaders.val.clear();
+        loaders.plan = self.fit_plan(&loaders.train, &[])?;
+        Ok(())
+    }
+
     /// The same for validation, which asks when it is due.
     pub(crate) fn reload_val_dataloader(&mut self, loaders: &mut FitLoaders<M::Batch>) -> Result<()> {
         let (epoch, every) =

@@ -109,6 +109,8 @@ pub(crate) struct Session<'a, M: LightningModule> {
     pub graphs: StepGraphs,
     /// What the step of a batch gave by name, until the hook after it.
     pub outputs: StepOutput,
+    /// The fit has found that the module has no `validation_step`.
+    pub has_no_validation_step: bool,
 }
 
 impl<'a, M: LightningModule> Session<'a, M> {
@@ -134,6 +136,7 @@ impl<'a, M: LightningModule> Session<'a, M> {
             undo: None,
             graphs: StepGraphs::new(plan.graph, plan.compile),
             outputs: StepOutput::default(),
+            has_no_validation_step: false,
         }
     }
 }
