@@ -27,7 +27,8 @@ pub(super) fn run_help(program: &str, verb: Verb, layers: &Layers) -> String {
          \x20     --print_config[=HOW]  print the whole configuration as YAML and end; HOW is skip_default,\n\
          \x20                           comments, or both with a comma between\n\
          \x20 -h, --help              this help; with --model=NAME also that model's keys\n\n\
-         Keys, from weak to strong: defaults, files, variables VOLTAIC_SECTION__KEY, then --section.key=VALUE.\n\
+         Keys, from weak to strong: defaults, Lightning's variables PL_FIT__SECTION__KEY, files, variables\n\
+         VOLTAIC_SECTION__KEY, then --section.key=VALUE.\n\
          A list grows with --KEY+=VALUE; a class is chosen with --KEY=NAME and takes --KEY.ARGUMENT=VALUE.\n"
     );
     let all = keys(layers.schema());

@@ -12,7 +12,7 @@
 //! ```
 //!
 //! Verbs and fixed options are parsed by clap; every other option is a dotted key of the configuration, laid over
-//! defaults, `--config` files and `VOLTAIC_...` variables by [`crate::config`]. Help texts come from the same schemas.
+//! defaults, `PL_FIT__...` variables, `--config` files and `VOLTAIC_...` variables by [`crate::config`]. Help texts come from the same schemas.
 //!
 //! Exit codes: 0 done, 1 the run failed, 2 the command or the configuration is wrong, and of a run that a signal
 //! ended 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP, 138 for SIGUSR1, 140 for SIGUSR2.
@@ -60,7 +60,7 @@ pub fn run(registry: Registry) -> ExitCode {
 
 /// Runs a command line that is given as values, for tests and for programs around it; returns the exit code.
 ///
-/// `variables` is the environment, of which only `VOLTAIC_...` counts. Errors are written to the console.
+/// `variables` is the environment, of which only `VOLTAIC_...` and Lightning's `PL_FIT__...` count. Errors are written to the console.
 pub fn run_with(
     registry: &Registry,
     program: &OsString,

@@ -195,8 +195,13 @@ impl Layers {
 
     /// Adds a YAML file, or what a pipe gives.
     pub fn file(&mut self, path: impl AsRef<Path>) {
+        self.file_of(path, &Origin::Default);
+    }
+
+    /// Adds a YAML file that is named at `origin`.
+    fn file_of(&mut self, path: impl AsRef<Path>, origin: &Origin) {
         let path = &*expand_home(path);
-        if let Some(text) = self.source(path, "config", &Origin::Default) {
+        if let Some(text) = self.source(path, "config", origin) {
             self.text(&path.display().to_string(), &text);
         }
     }
@@ -243,14 +248,29 @@ impl Layers {
     /// `__` stands for the dot, and capitals for small letters. Variables with the prefix but without `__` that name no top-level key belong to other
     /// parts of the library (`VOLTAIC_HPU_DEVICES`) and are left alone.
     pub fn env(&mut self, variables: impl IntoIterator<Item = (String, String)>) {
+        self.env_with(ENV_PREFIX, false, variables);
+    }
+
+    /// Adds those of the given variables that LightningCLI has for a verb: `PL_FIT__TRAINER__MAX_EPOCHS=3`, and before them the file that
+    /// `PL_FIT__CONFIG` names. There files outrank variables, so this comes before [`Layers::file`].
+    pub fn lightning_env(&mut self, verb: &str, variables: impl IntoIterator<Item = (String, String)>) {
+        let prefix = format!("PL_{}__", verb.to_uppercase());
+        let is_config = |(name, _): &(String, String)| name.strip_prefix(&prefix) == Some("CONFIG");
+        let (files, keys): (Vec<_>, Vec<_>) = variables.into_iter().partition(is_config);
+        files.into_iter().for_each(|(name, path)| self.file_of(path, &Origin::Env(name)));
+        self.env_with(&prefix, true, keys);
+    }
+
+    /// Adds the variables with a prefix. Unless `all` are keys, those without `__` that name no top-level key are none.
+    fn env_with(&mut self, prefix: &str, all: bool, variables: impl IntoIterator<Item = (String, String)>) {
         let mut variables: Vec<(String, String)> = variables.into_iter().collect();
         variables.sort();
         let schema = Arc::clone(&self.schema);
         let view = View::new(&schema);
         for (name, value) in variables {
-            let Some(rest) = name.strip_prefix(ENV_PREFIX) else { continue };
+            let Some(rest) = name.strip_prefix(prefix) else { continue };
             let parts: Vec<String> = rest.split("__").map(str::to_lowercase).collect();
-            let is_key = parts.len() > 1 || view.child(&parts[0]).is_some();
+            let is_key = all || parts.len() > 1 || view.child(&parts[0]).is_some();
             if is_key {
                 let assignment = Assignment { key: parts.join("."), appends: false, value: Some(value) };
                 apply(&mut self.tree, &assignment, &Origin::Env(name), &view, &mut self.remarks);

@@ -391,6 +391,49 @@ fn a_model_that_cannot_be_made_names_itself() {
     assert_eq!((ended.code, ended.err.as_str()), (1, "error: cannot make model Net: 2000 is too wide\n"));
 }
 
+/// They are weaker than files, and of one verb, as LightningCLI has them.
+#[test]
+fn variables_of_lightning_set_keys_of_their_verb() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, epochs: i64| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, format!("trainer: {{max_epochs: {epochs}}}")).unwrap();
+        path.display().to_string()
+    };
+    let (of_variable, of_option) = (file("a.yaml", 4), format!("--config={}", file("b.yaml", 5)));
+    let epochs = ("PL_FIT__TRAINER__MAX_EPOCHS", "3");
+    let config = ("PL_FIT__CONFIG", of_variable.as_str());
+    let own = ("VOLTAIC_TRAINER__MAX_EPOCHS", "6");
+    let cases: [(&[&str], &[(&str, &str)], i64); 8] = [
+        (&[], &[epochs], 3),
+        (&[], &[("PL_TEST__TRAINER__MAX_EPOCHS", "3"), ("PL_GLOBAL_SEED", "3")], 10),
+        (&[], &[config], 4),
+        (&[], &[config, epochs], 3),
+        (&[&of_option], &[config, epochs], 5),
+        (&[], &[config, epochs, own], 6),
+        (&[&of_option], &[config, epochs, own], 6),
+        (&["--trainer.max_epochs=7"], &[config, epochs, own], 7),
+    ];
+    for (arguments, variables, expected) in cases {
+        let ended = run_in(&[&["fit", "--print_config", "--data=Digits"], arguments].concat(), variables);
+        assert!(
+            ended.out.contains(&format!("max_epochs: {expected}\n")),
+            "{arguments:?} {variables:?}: {}",
+            ended.out
+        );
+    }
+    for (name, value, expected) in [
+        ("PL_FIT__TRAINER__MAX_EPOCHS", "many", "trainer.max_epochs"),
+        ("PL_FIT__TRAINER__MAX_EPOCH", "3", "trainer.max_epoch"),
+        ("PL_FIT__TRAINERS", "3", "trainers"),
+        ("PL_FIT__CONFIG", "none.yaml", "cannot read none.yaml"),
+    ] {
+        let ended = run_in(&["fit", "--data=Digits"], &[(name, value)]);
+        let is_named = ended.err.contains(expected) && ended.err.contains(&format!("(from {name})"));
+        assert!(ended.code == 2 && is_named, "{name}: {}", ended.err);
+    }
+}
+
 #[test]
 fn print_config_prints_everything_and_runs_nothing() {
     let ended = run(&["fit", "--print_config", "--data=Digits", "--model.width=3"]);

@@ -26,6 +26,7 @@ pub(in crate::cli) fn run(
     let section = if arguments.verb == Verb::Graph { Verb::Fit } else { arguments.verb };
     let mut layers = Layers::new(registry.schema()).with_sections(section.as_str(), verbs);
     layers = layers.with_class_sections(&["trainer", "callbacks"]);
+    layers.lightning_env(section.as_str(), variables.iter().cloned());
     for path in shown(arguments).iter().chain(&arguments.config).chain(&config_beside_checkpoint(arguments)) {
         layers.file(path);
     }
