@@ -39,6 +39,8 @@ pub(super) enum Command {
     Devices(DevicesArgs),
     Env(EnvArgs),
     New(PathBuf),
+    Plot(PlotArgs),
+    Launch(LaunchArgs),
     Convert(ConvertArgs),
     Run(Box<RunArgs>),
 }
@@ -115,6 +117,11 @@ enum VerbArgs {
         #[command(flatten)]
         fixed: FixedArgs,
     },
+    /// Draw the metrics of several runs in one picture, as PNG.
+    Plot(PlotArgs),
+    /// Run a verb with several processes, by torchrun's flags: `voltaic run --nproc_per_node=2 fit --config run.yaml`.
+    #[command(name = "run")]
+    Launch(LaunchArgs),
     /// Look into graphs.
     Graph {
         #[command(subcommand)]
@@ -240,6 +247,43 @@ pub(super) struct DevicesArgs {
     pub env: bool,
 }
 
+/// Options of `run`: they come before the verb.
+#[derive(Args)]
+pub(super) struct LaunchArgs {
+    /// Ranks of this node, or `auto`: trainer.devices.
+    #[arg(long = "nproc_per_node", alias = "nproc-per-node", value_name = "N")]
+    pub nproc_per_node: Option<String>,
+    /// Nodes: trainer.num_nodes.
+    #[arg(long, value_name = "N")]
+    pub nnodes: Option<u64>,
+    /// The number of this node, from 0: NODE_RANK.
+    #[arg(long = "node_rank", alias = "node-rank", value_name = "N")]
+    pub node_rank: Option<u64>,
+    /// Name or address of node 0: MASTER_ADDR.
+    #[arg(long = "master_addr", alias = "master-addr", value_name = "HOST")]
+    pub master_addr: Option<String>,
+    /// A free port of node 0: MASTER_PORT.
+    #[arg(long = "master_port", alias = "master-port", value_name = "PORT")]
+    pub master_port: Option<u16>,
+    /// How often ranks are started again: trainer.max_restarts.
+    #[arg(long = "max_restarts", alias = "max-restarts", value_name = "N")]
+    pub max_restarts: Option<u64>,
+    /// The verb and its options.
+    #[arg(value_name = "VERB", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    pub command: Vec<String>,
+}
+
+/// Options of `plot`.
+#[derive(Args)]
+pub(super) struct PlotArgs {
+    /// Folders of runs, which have metrics.csv, or CSV files with a column `step`.
+    #[arg(value_name = "RUN", required = true)]
+    pub runs: Vec<PathBuf>,
+    /// Where to write.
+    #[arg(short, long, value_name = "FILE", default_value = "runs.png")]
+    pub output: PathBuf,
+}
+
 /// Options of `env`.
 #[derive(Args)]
 pub(super) struct EnvArgs {
@@ -319,6 +363,8 @@ pub(super) fn parse(program: &str, arguments: Vec<OsString>, has_colour: bool) -
         Some(VerbArgs::Models) => Command::Models,
         Some(VerbArgs::Schema) => Command::Schema,
         Some(VerbArgs::Completion { shell }) => Command::Completion(shell),
+        Some(VerbArgs::Plot(arguments)) => Command::Plot(arguments),
+        Some(VerbArgs::Launch(arguments)) => Command::Launch(arguments),
         Some(VerbArgs::New { path }) => Command::New(path),
         Some(VerbArgs::Convert(arguments)) => Command::Convert(arguments),
         None => {

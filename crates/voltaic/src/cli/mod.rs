@@ -108,6 +108,8 @@ fn dispatch(
             console.print(&commands::env(registry, program, arguments.json, variables)?)
         }
         Command::Convert(arguments) => console.print(&commands::convert(&arguments)?),
+        Command::Plot(arguments) => console.print(&commands::plot(&arguments)?),
+        Command::Launch(arguments) => match commands::launch(&arguments)? {},
         Command::New(path) => console.print(&commands::new(&path)?),
         Command::Run(arguments) => commands::run(registry, program, &arguments, variables, console),
     }

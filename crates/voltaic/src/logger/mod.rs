@@ -21,7 +21,7 @@ pub use csv::{CsvLogger, CsvLoggerConfig};
 pub use json_lines::{JsonLinesLogger, JsonLinesLoggerConfig};
 pub(crate) use logger::DEVICE_STATS;
 pub use logger::Logger;
-pub use plot::plot_metrics;
+pub use plot::{plot_metrics, plot_runs};
 pub use plot_lr::plot_lr_find;
 pub use plot_memory::plot_memory;
 pub use plot_quant::plot_quantization;

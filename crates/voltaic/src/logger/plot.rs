@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Once;
 
 use plotters::prelude::*;
@@ -10,7 +10,7 @@ use plotters::style::{FontStyle, register_font};
 
 use super::logger::DEVICE_STATS;
 use crate::checkpoint::temporary_file;
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 
 /// A part of DejaVu Sans (Bitstream Vera licence, beside the file), so that no system font is needed.
 static FONT: &[u8] = include_bytes!("../../assets/DejaVuSans-ascii.ttf");
@@ -49,7 +49,39 @@ pub(super) struct Panel {
 /// # Errors
 /// If the CSV file cannot be read or the picture cannot be written.
 pub fn plot_metrics(csv_path: &Path, png_path: &Path) -> Result<()> {
-    write_picture(&metric_panels(read_lines(csv_path)?), png_path)
+    write_picture(&metric_panels(named(read_lines(csv_path)?)), png_path)
+}
+
+/// Draws the metrics of several runs, each a name and its CSV file, as [`plot_metrics`] does: a panel has the lines of all runs, named
+/// by metric and run.
+///
+/// # Errors
+/// As [`plot_metrics`]; if no file has a metric.
+pub fn plot_runs(runs: &[(String, PathBuf)], png_path: &Path) -> Result<()> {
+    let panels = run_panels(runs)?;
+    if panels.is_empty() {
+        let files: Vec<String> = runs.iter().map(|(_, path)| path.display().to_string()).collect();
+        let what = format!("no metric has a value in {}", files.join(", "));
+        return Err(ConfigError::new("plot", what, "give runs that have logged a metric").into());
+    }
+    write_picture(&panels, png_path)
+}
+
+fn run_panels(runs: &[(String, PathBuf)]) -> Result<Vec<Panel>> {
+    let mut lines = Vec::new();
+    for (run, csv_path) in runs {
+        let of_run = named(read_lines(csv_path)?).into_iter();
+        lines.extend(of_run.map(|(metric, line)| {
+            let name = format!("{metric} {run}");
+            (metric, Line { name, ..line })
+        }));
+    }
+    Ok(metric_panels(lines))
+}
+
+/// Lines with the metrics that they are of.
+fn named(lines: Vec<Line>) -> Vec<(String, Line)> {
+    lines.into_iter().map(|line| (line.name.clone(), line)).collect()
 }
 
 /// Draws panels below each other; nothing if there are none.
@@ -105,10 +137,11 @@ pub(super) fn read_lines(csv_path: &Path) -> Result<Vec<Line>> {
     Ok(lines)
 }
 
-fn metric_panels(lines: Vec<Line>) -> Vec<Panel> {
+/// Panels of lines, each with the metric that it is of.
+fn metric_panels(lines: Vec<(String, Line)>) -> Vec<Panel> {
     let mut families: BTreeMap<String, Vec<Line>> = BTreeMap::new();
-    for line in lines.into_iter().filter(|line| !line.name.starts_with(DEVICE_STATS)) {
-        families.entry(family(&line.name).to_owned()).or_default().push(line);
+    for (metric, line) in lines.into_iter().filter(|(metric, _)| !metric.starts_with(DEVICE_STATS)) {
+        families.entry(family(&metric).to_owned()).or_default().push(line);
     }
     let panel = |(caption, lines): (String, Vec<Line>)| {
         let y = range(lines.iter().flat_map(|line| &line.points).map(|point| point.1));
@@ -279,11 +312,32 @@ mod tests {
     fn statistics_of_the_device_are_no_curves() {
         let line = |name: &str| Line { name: name.to_owned(), points: vec![(0.0, 1.0)], width: 2 };
         let stats = line("DeviceStatsMonitor.on_train_batch_end/InUse");
-        let panels = metric_panels(vec![stats, line("train_loss")]);
+        let panels = metric_panels(named(vec![stats, line("train_loss")]));
         assert_eq!(
             panels,
             [Panel { caption: "loss".to_owned(), lines: vec![line("train_loss")], y: 0.95..1.05 }]
         );
+    }
+
+    #[test]
+    fn lines_of_several_runs_share_panels() {
+        let folder = tempfile::tempdir().expect("temp folder");
+        let run = |name: &str, text: &str| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, text).expect("writable");
+            (name.to_owned(), path)
+        };
+        let runs =
+            [run("a", "step,val_loss\n0,2.0\n1,1.0\n"), run("b", "step,val_loss,val_acc\n0,4.0,0.5\n")];
+        let panels = run_panels(&runs).expect("both are read");
+        let names: Vec<(&str, Vec<&str>)> = panels
+            .iter()
+            .map(|panel| {
+                (panel.caption.as_str(), panel.lines.iter().map(|line| line.name.as_str()).collect())
+            })
+            .collect();
+        assert_eq!(names, [("loss", vec!["val_loss a", "val_loss b"]), ("acc", vec!["val_acc b"])]);
+        assert!(panels[0].y.start < 1.0 && panels[0].y.end > 4.0, "{:?}", panels[0].y);
     }
 
     #[test]

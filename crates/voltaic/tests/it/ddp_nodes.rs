@@ -344,3 +344,46 @@ fn models_that_ship_are_tested_alike_on_any_number_of_devices() {
         assert!((value - expected).abs() < 1e-5, "{name}: {value} {expected}");
     }
 }
+
+/// Two ranks on one node, and one on each of two.
+#[test]
+fn the_command_takes_the_flags_of_torchrun() {
+    let digits = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data/digits");
+    let data = format!("--data.data_dir={}", digits.display());
+    let fit = ["fit", "--model=Mlp", "--data=MnistData", &data, "--trainer.accelerator=cpu"];
+    let limits = ["--trainer.max_steps=1", "--trainer.limit_val_batches=1"];
+    for (nodes, ranks) in [(1, 2), (2, 1)] {
+        let (folder, port) = (TempDir::new().unwrap(), free_port().to_string());
+        let started: Vec<_> = (0..nodes)
+            .map(|node| {
+                let mut command = Command::new(env!("CARGO_BIN_EXE_voltaic"));
+                command.args(["run", &format!("--nproc_per_node={ranks}"), &format!("--nnodes={nodes}")]);
+                command.args([
+                    "--node-rank",
+                    &node.to_string(),
+                    "--master_addr=127.0.0.1",
+                    "--master_port",
+                    &port,
+                ]);
+                command.args(fit).args(limits).current_dir(folder.path());
+                command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+            })
+            .collect();
+        for node in started {
+            text_of(&node.wait_with_output().unwrap());
+        }
+        let run = folder.path().join("lightning_logs/version_0");
+        let config = std::fs::read_to_string(run.join("config.yaml")).unwrap();
+        let keys = [format!("devices: {ranks}\n"), format!("num_nodes: {nodes}\n")];
+        assert!(keys.iter().all(|key| config.contains(key)), "{config}");
+        let path = run.join("checkpoints/epoch=0-step=1.ckpt");
+        let checkpoint = voltaic::checkpoint::Checkpoint::load(&path).unwrap();
+        assert_eq!(checkpoint.training.unwrap().json["world_size"], 2);
+    }
+    let output = Command::new(env!("CARGO_BIN_EXE_voltaic")).args(["run", "models"]).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.code() == Some(2) && text.contains("`models` has no ranks; give one of fit"),
+        "{text}"
+    );
+}

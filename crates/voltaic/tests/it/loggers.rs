@@ -398,3 +398,39 @@ fn a_leading_tilde_is_the_home_folder_in_code_too() {
     let error = trainer.ckpt_path("~/none.ckpt").validate(&mut Probe::default(), &mut loaders()).unwrap_err();
     assert!(error.to_string().contains(&home.join("none.ckpt").display().to_string()), "{error}");
 }
+
+/// `voltaic plot` takes folders of runs and CSV files, and says what it cannot draw.
+#[test]
+fn several_runs_are_drawn_in_one_picture() {
+    let folder = TempDir::new().unwrap();
+    for (run, text) in
+        [("a", "step,loss\n0,2.0\n1,1.0\n"), ("b", "step,loss\n0,4.0\n"), ("c", "step,loss\n0,\n")]
+    {
+        std::fs::create_dir(folder.path().join(run)).unwrap();
+        std::fs::write(folder.path().join(run).join("metrics.csv"), text).unwrap();
+    }
+    let plot = |arguments: &[&str]| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_voltaic"));
+        let output = command.arg("plot").args(arguments).current_dir(folder.path()).output().unwrap();
+        let text = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+        (output.status.code(), text.concat())
+    };
+    assert_eq!(plot(&["a", "b/metrics.csv"]), (Some(0), "picture  runs.png\n".to_owned()));
+    assert_eq!(plot(&["a", "--output=own.png"]), (Some(0), "picture  own.png\n".to_owned()));
+    for (picture, height) in [("runs.png", 380), ("own.png", 380)] {
+        let bytes = std::fs::read(folder.path().join(picture)).unwrap();
+        assert_eq!(
+            (&bytes[1..4], bytes[20..24].to_vec()),
+            (&b"PNG"[..], i32::to_be_bytes(height).to_vec()),
+            "{picture}"
+        );
+    }
+    for (arguments, expected) in [
+        (&["a", "none"][..], "there is no none"),
+        (&["c"], "no metric has a value in c/metrics.csv"),
+        (&[], "RUN"),
+    ] {
+        let (code, text) = plot(arguments);
+        assert!(code != Some(0) && text.contains(expected), "{arguments:?}: {text}");
+    }
+}
