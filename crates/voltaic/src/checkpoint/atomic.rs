@@ -194,7 +194,7 @@ pub(super) fn temporary_folder(path: &Path) -> Result<(PathBuf, File, String)> {
     Ok((folder, lock, random))
 }
 
-/// Something new under the name `.<name>.<random><ending>` beside `path`. Nobody can guess it, so no planted link is
+/// Something new under the name `.<name>.<random><ending>` beside `path`. No program can guess it, so no planted link is
 /// followed; and a leftover of a killed process is never taken for a checkpoint. Creates the folder.
 fn temporary_beside<T>(
     path: &Path,

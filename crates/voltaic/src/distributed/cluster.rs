@@ -375,7 +375,7 @@ fn node_rank(variables: &Variables) -> Result<Option<usize>, ConfigError> {
     Ok(variables.number("NODE_RANK")?.or(variables.number("GROUP_RANK")?))
 }
 
-/// Nobody has started ranks: this process is alone, or it is to start those of its node.
+/// No launcher has started ranks: this process is alone, or it is to start those of its node.
 fn not_started(variables: &Variables, wanted: Wanted) -> Result<Placement, ConfigError> {
     let Wanted { devices, num_nodes, is_distributed, restarts, .. } = wanted;
     let world_size = devices * num_nodes;

@@ -8,7 +8,7 @@ static AT_EXIT: Mutex<Vec<fn()>> = Mutex::new(Vec::new());
 extern "C" fn run_all() {
     let all = AT_EXIT.lock().map(|mut all| std::mem::take(&mut *all)).unwrap_or_default();
     for body in all {
-        // a panic must not go on into C, and there is nobody left to tell
+        // a panic must not go on into C, and the process has no way left to report it
         drop(catch_unwind(body));
     }
 }

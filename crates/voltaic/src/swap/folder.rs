@@ -184,7 +184,7 @@ fn remove(path: &Path) -> io::Result<()> {
 }
 
 impl Drop for SwapFolder {
-    /// Removes the folders that nobody uses, up to that of DeepSpeed's name.
+    /// Removes the folders that no run uses, up to that of DeepSpeed's name.
     fn drop(&mut self) {
         let mut path = self.path.as_path();
         for _ in 0..3 {

@@ -5,7 +5,7 @@
 //!
 //! Files have no header: the elements of a tensor in little endian, from offset 0 on, and bytes without meaning up to a multiple of 4096.
 //! They have DeepSpeed's names, and lose them as soon as they are open. So they vanish with the process, however it ends, two
-//! runs may share a folder, and nobody can change a file of a run by mistake. `ls -l /proc/<pid>/fd` shows them with the names that they
+//! runs may share a folder, and no user can change a file of a run by mistake. `ls -l /proc/<pid>/fd` shows them with the names that they
 //! had, and `df` what they take.
 
 mod folder;

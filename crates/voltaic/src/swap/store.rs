@@ -350,7 +350,7 @@ impl SwapStore {
         })
     }
 
-    /// A buffer that nobody uses, if there is one or one may be made.
+    /// A buffer that is not in use, if there is one or one may be made.
     fn free_buffer(&mut self) -> Result<Option<AlignedBuffer>> {
         while let Some(buffer) = self.free.pop() {
             if buffer.len() >= self.buffer_bytes {

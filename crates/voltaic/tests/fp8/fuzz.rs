@@ -38,7 +38,7 @@ struct Plan {
     window: u64,
     clip: Option<f64>,
     batches: usize,
-    /// The batch after which a checkpoint is saved, from which another run goes on, of those of all epochs but for the last.
+    /// The batch after which a checkpoint is saved, which another run resumes. It is one of all epochs, but for the last.
     saved: usize,
     checkpointed: &'static str,
     activations: Activations,

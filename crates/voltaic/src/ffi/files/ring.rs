@@ -79,7 +79,7 @@ impl Ring {
         };
         let entry = entry.user_data(slot as u64);
         // SAFETY: the piece stays in its slot until the kernel says that it is done, or is leaked (`abandon`). It holds the file, and the
-        // buffer with the memory, which nobody else uses meanwhile, as the buffer's documentation asks.
+        // buffer with the memory, which no other code uses meanwhile, as the buffer's documentation asks.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         pushed.map_err(|full| io::Error::other(full.to_string()))?;
         if self.single_submit { self.submit(0) } else { Ok(()) }

@@ -86,7 +86,7 @@ impl Clock {
 
 /// A read or write under way, which has the buffer until it is done. It goes on if this is dropped.
 #[derive(Debug)]
-#[must_use = "a transfer that nobody waits for may fail unseen"]
+#[must_use = "a transfer that is not waited for may fail unseen"]
 pub struct Transfer {
     moved: Arc<Moved>,
     timeout: Duration,
@@ -236,7 +236,7 @@ impl Piece {
 }
 
 impl Drop for Piece {
-    /// Of a piece that nobody carries out: its thread is gone.
+    /// Of a piece that is not carried out: its thread is gone.
     fn drop(&mut self) {
         if !self.is_done {
             self.fail(io::Error::other("the threads that read and write files have ended"));

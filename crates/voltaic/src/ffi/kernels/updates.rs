@@ -24,7 +24,7 @@ pub(super) extern "C" fn update(
 }
 
 /// # Safety
-/// The tensors must be there for the lifetime, and what is written used by nobody else.
+/// The tensors must be there for the lifetime, and what is written used by no other code.
 unsafe fn update_of<'a>(rule: &sys::vt_update_rule, update: &sys::vt_update) -> kernels::Update<'a> {
     let len = update.len as usize;
     // SAFETY: as this function asks; an address is null where there is no tensor, or no element.

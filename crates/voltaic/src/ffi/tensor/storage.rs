@@ -61,7 +61,7 @@ impl ReleasableStorage {
             return Ok(());
         }
         let mut bytes = 0;
-        // SAFETY: the tensor lives as long as self; the out-pointer is valid. Nobody reads the memory meanwhile, as the
+        // SAFETY: the tensor lives as long as self; the out-pointer is valid. No code reads the memory meanwhile, as the
         // type's documentation asks.
         check("release storage", unsafe {
             sys::vt_storage_release(self.tensor.as_ptr().cast_mut(), &mut bytes)

@@ -37,7 +37,7 @@ fn reads_follow_writes(program: &Program) -> Result<(), String> {
     Ok(())
 }
 
-/// A merged buffer is as large as the earlier one that it is, which is no other's, and nobody outside has either.
+/// A merged buffer is as large as the earlier one that it is, which is no other's, and neither is used outside of the graph.
 fn merged_buffers_are_alike(program: &Program) -> Result<(), String> {
     let merged = program.merged.iter().enumerate().filter(|(buffer, of)| buffer != *of);
     for (buffer, &of) in merged {

@@ -1,4 +1,4 @@
-//! What is kept of the graphs that are compiled while somebody asks.
+//! What is kept of graphs that are compiled while `graph show` records them.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};

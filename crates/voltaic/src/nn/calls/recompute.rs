@@ -59,7 +59,7 @@ impl Drop for MayEnd {
 /// crate's layers, where an error of an operator is a value; elsewhere it might be a panic.
 ///
 /// # Errors
-/// If the recomputation ends here; nobody sees it.
+/// If the recomputation ends here; it is not shown.
 pub(super) fn before_code(is_layer: bool) -> Result<Option<MayEnd>> {
     if !is_recomputing() {
         return Ok(None);

@@ -276,7 +276,7 @@ impl Prepared<'_> {
 }
 
 /// Writes the scales beside the measurements, for whoever wants to look at them: voltaic does not read them. Where that is not possible, as in
-/// a folder of somebody else, a warning says so.
+/// a folder of another user, a warning says so.
 fn write_scales(prepared: &[Prepared<'_>], prefix: &Path, config: &QuantConfig) {
     let of = |Prepared { layer, quantized, .. }: &Prepared<'_>| {
         let LayerScales { inputs, output, weight, .. } = &quantized.scales;

@@ -254,7 +254,7 @@ impl Unit {
         self.is_rounded.fill(false);
     }
 
-    /// After an optimizer step: starts to give all ranks the weights of all. `None` if there is nobody else.
+    /// After an optimizer step: starts to give all ranks the weights of all. `None` if there is no other rank.
     pub fn start_gather(&mut self, group: Option<&ProcessGroup>) -> Result<Option<Work>> {
         let _no_grad = tch::no_grad_guard();
         let _named = collective_scope(&self.name);
@@ -638,7 +638,7 @@ mod tests {
     use super::*;
     use crate::nn::Gather;
 
-    /// Draws initial values when somebody needs them.
+    /// Draws initial values when they are needed.
     #[derive(Debug, Default)]
     struct Draws(AtomicUsize);
 

@@ -476,7 +476,7 @@ impl UnitSet {
         self.files.begin_call();
     }
 
-    /// Whether nobody else has a handle to one of the parameters: `kept` has one, beside the unit.
+    /// Whether no other code has a handle to one of the parameters: `kept` has one, beside the unit.
     pub fn is_orphaned(&self) -> bool {
         let places = self.units.iter().flat_map(|unit| &unit.layout.places);
         places.into_iter().all(|place| place.parameter.num_handles() <= 2)

@@ -7,7 +7,7 @@ use voltaic::ffi::FileBackend;
 use crate::random_net::{Rule, Shape, When};
 use crate::random_runs::{Activations, Average, Manual, maybe, one};
 
-/// A checkpoint of an end, from which another run goes on.
+/// A checkpoint of an end, which another run resumes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum End {
     /// Of the last epoch.
@@ -94,7 +94,7 @@ plan! {
         pub nan: Option<usize> = None,
         pub average: Average = Average::None,
         pub validates: bool = false,
-        /// The batch after which a checkpoint is saved, from which another run goes on.
+        /// The batch after which a checkpoint is saved, which another run resumes.
         pub saved: Option<usize> = None,
         /// Samples of the data in excess of what divides.
         pub excess: i64 = 0,
