@@ -10,6 +10,11 @@ use crate::{Device, Result};
 ///
 /// Implemented for [`Tensor`], pairs and triples of batches, `Vec` of batches and `HashMap<String, Tensor>`; a struct
 /// of your own implements it by passing the calls on to its fields.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a batch",
+    note = "a batch is a `Tensor`, a pair or triple of batches, a `Vec` of them, or a `HashMap<String, Tensor>`",
+    note = "for a struct of tensors implement `Batch`, and pass the calls on to its fields"
+)]
 pub trait Batch: Send + Sized + 'static {
     /// Replaces each tensor by what `f` makes of it.
     ///

@@ -45,6 +45,11 @@ impl fmt::Display for Stage {
 /// [`setup`](Self::setup) on all, then the loaders of the stage, then [`teardown`](Self::teardown). A method left out
 /// does nothing or gives no loader. Loaders are made for the whole dataset; dividing them among ranks is the trainer's part. An error of
 /// a method ends the run.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` does not say for which stage its data is",
+    note = "give loaders by their stage: `&mut Loaders::new().train(loader)`, and `.val(..)`, `.test(..)`, `.predict(..)`",
+    note = "or implement `DataModule`"
+)]
 pub trait DataModule {
     /// What the loaders yield.
     type Batch: Batch;

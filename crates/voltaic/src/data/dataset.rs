@@ -17,6 +17,11 @@ use crate::ffi::{self, SharedTensor};
 /// Samples are requested by the batch, not one by one, so that a dataset held in memory can gather them with one
 /// operator. Loader threads call [`Dataset::batch`] at the same time on the same dataset, hence `Sync`: a field that holds a tensor is a
 /// [`SharedTensor`].
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a data set",
+    note = "tensors become one by `TensorDataset::new((x, y))?`, also a tensor alone",
+    note = "for anything else implement `Dataset`: how many samples there are, and those of some indices as tensors"
+)]
 pub trait Dataset: Send + Sync + 'static {
     /// What [`Dataset::batch`] gives.
     type Batch: Batch;

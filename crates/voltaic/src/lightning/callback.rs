@@ -16,6 +16,11 @@ use crate::nn::Module;
 /// Hooks around backward and the optimizer see the module only to read, since with manual optimization they run within
 /// its `training_step`.
 #[allow(unused_variables)]
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a callback",
+    note = "settings become one by `new`: `ModelCheckpoint::new(config)?`, `EarlyStopping::new(config)?`",
+    note = "for one of your own implement `Callback`: each hook that it leaves out does nothing"
+)]
 pub trait Callback: Send {
     /// Name under which the callback's state is saved; two callbacks with state need different ones.
     fn state_key(&self) -> String {

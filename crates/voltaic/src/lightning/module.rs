@@ -21,6 +21,11 @@ use crate::optim::{GradientClip, LrScheduler, Optimizer, Optimizers, ParamGroup}
 ///
 /// Steps and hooks return `anyhow::Result`, so that any `?` works; the trainer adds hook, step and rank.
 #[allow(unused_variables)]
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` does not say how it is trained",
+    note = "implement `LightningModule` for it: `type Batch`, `training_step` and `configure_optimizers`",
+    note = "a network that classifies is trained by `models::Classifier::new(net)`"
+)]
 pub trait LightningModule: Module + Sized {
     /// What the data loaders yield.
     type Batch: Batch;
