@@ -10,13 +10,16 @@ pub use crate::callback::{
     Callback, DeviceStatsMonitor, EarlyStopping, EarlyStoppingConfig, LearningRateMonitor, ModelCheckpoint,
     ModelCheckpointConfig, Timer,
 };
-pub use crate::data::{Batch, DataLoader, DataModule, Dataset, Loaders, SharedTensor, Stage, TensorDataset};
+pub use crate::checkpoint::Checkpoint;
+pub use crate::data::{
+    Batch, DataLoader, DataModule, Dataset, Loaders, SharedTensor, Stage, StdRng, TensorDataset, random_split,
+};
 pub use crate::device::Device;
 pub use crate::module::{HookContext, LightningModule, StepContext};
 pub use crate::nn::functional::{accuracy, binary_cross_entropy_with_logits, cross_entropy, mse_loss};
 pub use crate::nn::{
-    BatchNorm2d, Buffer, Callable, Conv2d, Dropout, Embedding, Forward, LayerNorm, Linear, Module, ModuleExt,
-    Parameter, checkpoint,
+    BatchNorm2d, Buffer, Callable, Conv2d, Dropout, Embedding, Forward, Gru, LayerNorm, Linear, Lstm, Module,
+    ModuleExt, PackedSequence, Parameter, Relu, Sequential, checkpoint,
 };
 pub use crate::optim::{Adam, AdamW, Optimizers, ParamGroupSpec, Sgd, StepLr};
 pub use crate::trainer::{Trainer, TrainerConfig, seed_everything};

@@ -95,8 +95,8 @@ impl Checkpoint {
     ///
     /// # Errors
     /// If the file is missing, damaged, or of a later version; of a folder, if this is so of one of its files.
-    pub fn load(path: &Path) -> Result<Self> {
-        read(path)
+    pub fn load(path: impl AsRef<Path>) -> Result<Self> {
+        read(path.as_ref())
     }
 }
 

@@ -32,7 +32,7 @@ fn in_the_background() {
     let ran = run(PROGRAM, "in_the_background");
     let folder = ran.folder.path().join("lightning_logs/version_0/checkpoints");
     for step in (10..=60).step_by(10) {
-        let saved = Checkpoint::load(&folder.join(format!("epoch=0-step={step}.ckpt"))).unwrap();
+        let saved = Checkpoint::load(folder.join(format!("epoch=0-step={step}.ckpt"))).unwrap();
         assert_eq!(saved.meta.global_step, step);
     }
     assert_eq!(std::fs::read_dir(folder).unwrap().count(), 6, "no temporary file is left");
@@ -47,7 +47,7 @@ fn killed_and_resumed() {
     assert_eq!(whole.column(0, "train_loss").len(), 507);
     let last = |ran: &Ran, version: usize| {
         let folder = format!("lightning_logs/version_{version}/checkpoints/epoch=2-step=500.ckpt");
-        Checkpoint::load(&ran.folder.path().join(folder)).unwrap()
+        Checkpoint::load(ran.folder.path().join(folder)).unwrap()
     };
     assert_same(&last(&whole, 0).weights, &last(&ran, 1).weights);
 }

@@ -41,7 +41,7 @@ fn several_optimizers() {
 fn fine_tuning() {
     let ran = run("fine_tuning", "");
     assert!(ran.out.contains("new: head.weight, head.bias; not used: \n"), "{}", ran.out);
-    let file = Checkpoint::load(&ran.folder.path().join("pretrained.safetensors")).unwrap().weights;
+    let file = Checkpoint::load(ran.folder.path().join("pretrained.safetensors")).unwrap().weights;
     let tuned = ran.checkpoint(1).weights;
     let same = |name: &str| {
         let of = |weights: &[(String, voltaic::Tensor)]| {

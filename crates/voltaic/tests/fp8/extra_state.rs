@@ -74,7 +74,7 @@ fn expected() -> Vec<(String, Tensor)> {
 
 #[test]
 fn scales_and_histories_are_read_in_both_forms() {
-    let checkpoint = Checkpoint::load(&file()).unwrap();
+    let checkpoint = Checkpoint::load(file()).unwrap();
     let names: Vec<&str> = checkpoint.weights.iter().map(|(name, _)| name.as_str()).collect();
     assert_eq!(names.len(), 6, "no extra state is a weight: {names:?}");
     assert_same("a checkpoint", &checkpoint.training.as_ref().unwrap().fp8, &expected());

@@ -160,7 +160,7 @@ fn a_run_saves_and_resumes_through_what_the_builder_was_given() {
         let mut trainer = builder.plugins(plugins).build().unwrap();
         voltaic::trainer::seed_everything(3).unwrap();
         trainer.fit(&mut Probe::default(), &mut loaders()).unwrap();
-        let last = Checkpoint::load(&folder.path().join("last.ckpt")).unwrap();
+        let last = Checkpoint::load(folder.path().join("last.ckpt")).unwrap();
         last.weights
             .iter()
             .map(|(name, tensor)| format!("{name} {tensor:?} {}", tensor.sum(Kind::Double)))

@@ -153,7 +153,7 @@ pub fn finish(trainer: &Trainer, net: &Net, folder: &Path) {
 
 /// The weights that a folder holds, without the buffer, which counts what one rank saw.
 pub fn weights(folder: &Path) -> Vec<(String, Tensor)> {
-    let all = Checkpoint::load(&folder.join("end.ckpt")).unwrap().weights;
+    let all = Checkpoint::load(folder.join("end.ckpt")).unwrap().weights;
     let mut weights: Vec<_> = all.into_iter().filter(|(name, _)| name != "seen").collect();
     weights.sort_by(|a, b| a.0.cmp(&b.0));
     weights

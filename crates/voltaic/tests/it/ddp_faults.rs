@@ -248,7 +248,7 @@ fn signals_to_the_launcher_reach_all_ranks() {
             let log = std::fs::read_to_string(folder.path().join("rank_logs/rank_1.log")).unwrap();
             assert!(output.contains(&format!("rank 0 was told by {told}")), "{output}");
             assert!(log.contains(&format!("rank 1 was told by {told}")), "{log}");
-            let saved = Checkpoint::load(&folder.path().join("checkpoints/on_signal.ckpt")).unwrap();
+            let saved = Checkpoint::load(folder.path().join("checkpoints/on_signal.ckpt")).unwrap();
             assert_eq!(saved.training.unwrap().ranks.len(), 1, "with what rank 1 has to itself");
         }
         let deadline = Instant::now() + Duration::from_secs(10); // killed ones take a moment to vanish

@@ -146,7 +146,7 @@ fn end(net: &Net, rank: usize, folder: &Path) {
 
 /// What rank 1 has, with the buffer that becomes rank 0's when an accumulation window begins.
 fn of_rank_1(folder: &Path) -> Vec<(String, Tensor)> {
-    let mut all = Checkpoint::load(&folder.join("rank_1.ckpt")).unwrap().weights;
+    let mut all = Checkpoint::load(folder.join("rank_1.ckpt")).unwrap().weights;
     all.sort_by(|a, b| a.0.cmp(&b.0));
     all
 }

@@ -70,7 +70,7 @@ fn they_are_found_where_the_loggers_write() {
         again().fit(&mut net, &mut loaders()).unwrap();
         let checkpoints = root.path().join(folder).join("checkpoints");
         assert_eq!(names(&checkpoints), ["epoch=0-step=6.ckpt", "last.ckpt"], "{logger}");
-        let best = Checkpoint::load(&checkpoints.join("epoch=0-step=6.ckpt")).unwrap();
+        let best = Checkpoint::load(checkpoints.join("epoch=0-step=6.ckpt")).unwrap();
         let best = Vec::<f32>::try_from(&best.weights[0].1).unwrap();
         assert_eq!(tested(&mut again(), "last").unwrap(), net.weights(), "{logger}");
         assert_eq!(tested(&mut again(), "best").unwrap(), best, "{logger}");
@@ -192,7 +192,7 @@ fn averaged_weights_beside_the_checkpoints_are_not_the_last() {
     };
     build(2).fit(&mut Probe::default(), &mut loaders()).unwrap();
     assert_eq!(names(&root.path().join("checkpoints")), ["epoch=1-step=12.ckpt", "swa.ckpt"]);
-    let saved = Checkpoint::load(&root.path().join("checkpoints/epoch=1-step=12.ckpt")).unwrap();
+    let saved = Checkpoint::load(root.path().join("checkpoints/epoch=1-step=12.ckpt")).unwrap();
     let weights = tested(&mut build(2), "last").unwrap();
     assert_eq!(weights, Vec::<f32>::try_from(&saved.weights[0].1).unwrap());
     let mut longer = build(3);

@@ -138,7 +138,7 @@ fn the_last_checkpoint_overwrites_no_file_of_another_name() {
     let mut trainer = saver(&folder).max_epochs(2).build().unwrap();
     trainer.ckpt_path(&last).fit(&mut Probe::logging(VAL_LOSSES), &mut loaders()).unwrap();
     assert_eq!(std::fs::read_to_string(&notes).unwrap(), "mine");
-    assert_eq!(Checkpoint::load(&folder.join("last-v1.ckpt")).unwrap().meta.global_step, 12);
+    assert_eq!(Checkpoint::load(folder.join("last-v1.ckpt")).unwrap().meta.global_step, 12);
 }
 
 /// A file of version 1, which has no checksum, with one tensor of three floats.

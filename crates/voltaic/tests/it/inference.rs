@@ -120,7 +120,7 @@ fn saved(folder: &Path) {
     let mut trainer = silent().default_root_dir(folder).max_steps(1).build().unwrap();
     trainer.fit(&mut net, &mut data).unwrap();
     trainer.save_checkpoint(&mut net, &mut data, folder.join("weights.ckpt"), None).unwrap();
-    let checkpoint = Checkpoint::load(&folder.join("weights.ckpt")).unwrap();
+    let checkpoint = Checkpoint::load(folder.join("weights.ckpt")).unwrap();
     write_folder(&checkpoint, &folder.join("folder.ckpt"), 3).unwrap();
 }
 

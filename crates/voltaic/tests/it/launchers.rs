@@ -161,7 +161,7 @@ fn slurm_starts_ranks_and_starts_them_again_after_its_notice() {
     let expected = ["rank 0 of 2, started by Slurm", "rank 1 of 2, started by Slurm"];
     let expected = expected.into_iter().chain(["told by SIGUSR1 at step 10", "begins at step 10"]);
     expected.for_each(|words| assert!(text.contains(words), "{words}: {text}"));
-    let saved = Checkpoint::load(&folder.path().join("hpc_ckpt_1.ckpt")).unwrap();
+    let saved = Checkpoint::load(folder.path().join("hpc_ckpt_1.ckpt")).unwrap();
     assert_eq!(saved.meta.global_step, 10, "the notice travels with the next gradients");
     let (_kept, uninterrupted, ..) = alone(2, 1);
     assert_same(&weights(folder.path()), &uninterrupted);

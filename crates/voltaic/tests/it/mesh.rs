@@ -111,7 +111,7 @@ fn save(net: &Sliced, folder: &Path, rank: usize) {
 }
 
 fn saved(folder: &Path, rank: usize, name: &str) -> Tensor {
-    let weights = Checkpoint::load(&folder.join(format!("{rank}.ckpt"))).unwrap().weights;
+    let weights = Checkpoint::load(folder.join(format!("{rank}.ckpt"))).unwrap().weights;
     weights.into_iter().find(|(own, _)| own == name).unwrap().1
 }
 

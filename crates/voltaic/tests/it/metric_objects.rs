@@ -179,7 +179,7 @@ fn a_resumed_epoch_has_the_value_of_an_uninterrupted_one() {
     for path in checkpoints {
         assert_eq!(run(None, Some(&path)), whole, "{}", path.display());
     }
-    let middle = Checkpoint::load(&folder.path().join("epoch=0-step=3.ckpt")).unwrap();
+    let middle = Checkpoint::load(folder.path().join("epoch=0-step=3.ckpt")).unwrap();
     let saved: Vec<(String, Vec<i64>)> =
         middle.training.unwrap().metrics.into_iter().map(|(name, t)| (name, t.size())).collect();
     let expected = [

@@ -210,7 +210,7 @@ fn two_ranks_save_after_fit_and_when_cut_short() {
     let whole = weights();
     for (part, steps) in [("limited", 7), ("stopped", 5)] {
         assert_contains!(run_ranks(part, folder.path()), &format!("steps={steps}\n"));
-        let saved = Checkpoint::load(&folder.path().join("saved.ckpt")).unwrap();
+        let saved = Checkpoint::load(folder.path().join("saved.ckpt")).unwrap();
         assert_eq!((saved.meta.global_step, saved.training.unwrap().ranks.len()), (steps, 1));
         run_ranks("resumed", folder.path());
         assert_same(&weights(), &whole);

@@ -386,7 +386,7 @@ fn tensors(checkpoint: &Checkpoint) -> Vec<(String, Tensor)> {
 }
 
 fn assert_same(folder: &Path, other: &Path, file: &str) {
-    let load = |folder: &Path| tensors(&Checkpoint::load(&folder.join(file)).unwrap());
+    let load = |folder: &Path| tensors(&Checkpoint::load(folder.join(file)).unwrap());
     let (found, expected) = (load(folder), load(other));
     assert!(!expected.is_empty());
     compare::assert_same(file, &found, &expected);
@@ -444,7 +444,7 @@ fn one_process_that_takes_weights_away_trains_the_same() {
 }
 
 fn assert_same_within(folder: &Path, file: &str, other: &str) {
-    let load = |file: &str| tensors(&Checkpoint::load(&folder.join(file)).unwrap());
+    let load = |file: &str| tensors(&Checkpoint::load(folder.join(file)).unwrap());
     compare::assert_same(file, &load(file), &load(other));
 }
 

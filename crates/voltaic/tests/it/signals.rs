@@ -145,7 +145,7 @@ fn slurms_notice_saves_queues_again_and_is_gone_on_from() {
     assert_eq!(code, Some(138), "{text}");
     assert!(text.contains("told by SIGUSR1"), "{text}");
     assert_eq!(scontrol.asked(), "requeue 4711\n", "once, by rank 0");
-    let saved = Checkpoint::load(&folder.path().join("hpc_ckpt_1.ckpt")).unwrap();
+    let saved = Checkpoint::load(folder.path().join("hpc_ckpt_1.ckpt")).unwrap();
     assert_eq!(saved.meta.global_step, 10, "the notice travels with the next gradients");
     assert_eq!(saved.training.unwrap().ranks.len(), 1, "with what rank 1 has to itself");
 
@@ -279,7 +279,7 @@ fn a_hangup_saves_what_a_run_with_checkpoints_has_done() {
     let path = std::env::var("PATH").unwrap();
     let (code, text, _) = signalled("saves", "-HUP", folder.path(), &path);
     assert_eq!(code, Some(129), "{text}");
-    let saved = Checkpoint::load(&folder.path().join("checkpoints/on_signal.ckpt")).unwrap();
+    let saved = Checkpoint::load(folder.path().join("checkpoints/on_signal.ckpt")).unwrap();
     assert_eq!((saved.meta.global_step, saved.training.unwrap().ranks.len()), (10, 1));
 }
 

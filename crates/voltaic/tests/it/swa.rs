@@ -165,7 +165,7 @@ fn averages_are_written_and_taken_by_a_function() {
     let mut net = Probe::default();
     trainer.fit(&mut net, &mut loaders()).unwrap();
     assert_eq!(*seen.lock().unwrap(), [1, 2]);
-    let saved = voltaic::checkpoint::Checkpoint::load(&root.path().join("checkpoints/swa.ckpt")).unwrap();
+    let saved = voltaic::checkpoint::Checkpoint::load(root.path().join("checkpoints/swa.ckpt")).unwrap();
     assert_eq!(Vec::<f32>::try_from(&saved.weights[0].1).unwrap(), net.weights());
 }
 

@@ -415,7 +415,7 @@ fn a_checkpoint_of_ones_own_is_written_when_the_batch_is_over() {
         .unwrap();
     trainer.fit(&mut Probe::default(), &mut loaders()).unwrap();
     assert_eq!(names(root.path()), ["1.ckpt", "2.ckpt", "3.ckpt"]);
-    let second = Checkpoint::load(&root.path().join("2.ckpt")).unwrap();
+    let second = Checkpoint::load(root.path().join("2.ckpt")).unwrap();
     assert_eq!(
         (second.meta.global_step, second.training.unwrap().json["progress"]["batch_idx"].as_u64()),
         (2, Some(2))

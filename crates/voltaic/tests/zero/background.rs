@@ -73,7 +73,7 @@ fn trains_on(ranks: usize, folder: &Path) {
             BEGUN.store(0, Ordering::SeqCst);
             trainer.fit(&mut Kernels::new(), &mut loaders(12 * ranks as i64)).unwrap();
             group.barrier().unwrap();
-            Checkpoint::load(&path(name)).unwrap()
+            Checkpoint::load(path(name)).unwrap()
         };
         let expected = run("at-once", staged(ranks, stage, folder));
         let io = AsyncCheckpointIo::around(WaitsFor(5)); // two batches before, three after
@@ -93,7 +93,7 @@ fn trains_on(ranks: usize, folder: &Path) {
         let mut net = Small::new();
         trainer.fit(&mut net, &mut loaders(24)).unwrap();
         if trainer.is_global_zero() {
-            let saved = Checkpoint::load(&folder.join(format!("{stage}-weights/weights.ckpt"))).unwrap();
+            let saved = Checkpoint::load(folder.join(format!("{stage}-weights/weights.ckpt"))).unwrap();
             assert_same(stage, &sorted(saved.weights), &sorted(weights(&net)));
         }
         trainer.world().barrier().unwrap();
@@ -194,7 +194,7 @@ fn fill_up(ranks: usize, folder: &Path) {
         assert_eq!(other, error);
     }
     let steps =
-        [0, 1].map(|at| Checkpoint::load(&folder.join(format!("{at}.ckpt"))).unwrap().meta.global_step);
+        [0, 1].map(|at| Checkpoint::load(folder.join(format!("{at}.ckpt"))).unwrap().meta.global_step);
     assert_eq!(steps, [1, 2]);
     assert!(!folder.join("2.ckpt").exists());
     println!("the disk was full");

@@ -316,7 +316,7 @@ fn the_command_line_goes_on_from_one_file() {
     assert!(folder.path().join("single.ckpt").is_file());
     fit("second", "--trainer.max_epochs=2", &["--ckpt_path=single.ckpt"]);
     assert_eq!(rows(&of("second")), rows(&of("whole")));
-    let read = |name: &str| voltaic::checkpoint::Checkpoint::load(&checkpoint(name)).unwrap();
+    let read = |name: &str| voltaic::checkpoint::Checkpoint::load(checkpoint(name)).unwrap();
     let (own, expected) = (read("second"), read("whole"));
     crate::ranks::assert_same("weights", &own.weights, &expected.weights);
     let states =

@@ -253,7 +253,7 @@ fn run(test: &str, fault: &str, named: &[&str]) {
         assert!(!shown.contains(bad), "{test}, {fault}: `{bad}`: {shown}");
     }
     // as it was after two steps
-    let saved = Checkpoint::load(&folder.path().join("saved.ckpt")).unwrap();
+    let saved = Checkpoint::load(folder.path().join("saved.ckpt")).unwrap();
     assert_eq!(saved.meta.global_step, 2, "{fault}");
     let left = std::fs::read_dir(folder.path()).unwrap().flatten().map(|entry| entry.file_name());
     let left: Vec<_> = left.filter(|name| name.to_string_lossy().ends_with(".tmp")).collect();
@@ -269,7 +269,7 @@ fn all_faults(test: &str, stage: ZeroStage) {
     let folder = tempfile::tempdir().unwrap();
     let whole = output(test, 2, folder.path(), &[(FAULT, "none")]);
     assert!(whole.status.success(), "{}", String::from_utf8_lossy(&whole.stderr));
-    let saved = Checkpoint::load(&folder.path().join("saved.ckpt")).unwrap();
+    let saved = Checkpoint::load(folder.path().join("saved.ckpt")).unwrap();
     assert_eq!(saved.meta.global_step, 3, "without a fault the second one takes its place");
 
     const REDUCE: &str = "gradients of net.";

@@ -81,7 +81,7 @@ fn leave(ranks: usize, folder: &Path) {
                 assert_eq!(names, ["second.bias", "second.weight"], "{}", path.display());
                 assert_eq!(saved.meta.frozen, ["first.weight", "first.bias"], "{}", path.display());
             }
-            let all = Checkpoint::load(&folder.join("whole.ckpt")).unwrap();
+            let all = Checkpoint::load(folder.join("whole.ckpt")).unwrap();
             assert_same("weights are saved whole", &sorted(all.weights), &sorted(weights(&whole)));
             assert!(all.meta.frozen.is_empty());
         }

@@ -287,7 +287,7 @@ fn broken(test: &str, fault: &str) -> String {
     let text =
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success(), "{text}");
-    let left = Checkpoint::load(&folder.path().join("last.ckpt")).expect("the last checkpoint is whole");
+    let left = Checkpoint::load(folder.path().join("last.ckpt")).expect("the last checkpoint is whole");
     assert_eq!(left.meta.global_step, 2);
     for (_, _, files) in walk(&folder.path().join("nvme")) {
         assert_eq!(files, [] as [PathBuf; 0], "a process that ends leaves no file");

@@ -316,7 +316,7 @@ fn no_rank_holds_the_file() {
         held.map(|held| held.parse().unwrap()).collect()
     };
     held(&[]);
-    let saved = Checkpoint::load(&folder.path().join("folder.ckpt")).unwrap();
+    let saved = Checkpoint::load(folder.path().join("folder.ckpt")).unwrap();
     saved.save(&folder.path().join(FILES[0])).unwrap();
     write_lightning(saved, &folder.path().join(FILES[1]));
     for file in FILES {

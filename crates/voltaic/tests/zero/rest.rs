@@ -159,7 +159,7 @@ fn weights_only(ranks: usize, folder: &Path) {
                 _ => staged(ranks, kind, folder),
             };
             fit(builder.enable_checkpointing(true).callback(ModelCheckpoint::new(config).unwrap()));
-            let checkpoint = Checkpoint::load(&folder.join(format!("{name}-{kind}.ckpt"))).unwrap();
+            let checkpoint = Checkpoint::load(folder.join(format!("{name}-{kind}.ckpt"))).unwrap();
             assert!(checkpoint.training.is_none() && checkpoint.meta.global_step > 0);
             sorted(checkpoint.weights)
         };

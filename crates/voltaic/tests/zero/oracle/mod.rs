@@ -205,7 +205,7 @@ fn run(plan: &Plan, folder: &Path) -> anyhow::Result<Outcome> {
     }
     let weights = weights(&net);
     if plan.average == Average::Swa {
-        let saved = Checkpoint::load(&trainer.log_dir().join("checkpoints/swa.ckpt"))?.weights;
+        let saved = Checkpoint::load(trainer.log_dir().join("checkpoints/swa.ckpt"))?.weights;
         for (name, weight) in &weights {
             let (_, saved) =
                 saved.iter().find(|(own, _)| own == name).context("a weight is not in swa.ckpt")?;
