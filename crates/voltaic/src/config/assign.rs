@@ -136,6 +136,12 @@ fn set(
         );
     }
     if view.classes().is_empty() {
+        if rest.is_empty() && !appends && view.child(part).is_none() {
+            // A key that is no field goes through `merge`, which notes one that has no effect.
+            let data = Data::Map(IndexMap::from([((*part).to_owned(), value)]));
+            merge(node, Node { origin, data }, &view, &key, remarks);
+            return Ok(());
+        }
         let view = view.child(part).unwrap_or_else(|| View::new(&Value::Bool(true)));
         let key = join(&key, part);
         let Some(node) = node.child(part, &origin) else { return Ok(()) };

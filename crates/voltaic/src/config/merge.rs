@@ -99,7 +99,7 @@ fn merge_map(
 /// Whether a key that is no field may be left out: it has no effect, which is noted, or its value asks for nothing.
 fn asks_for_nothing(name: &str, node: &Node, view: &View<'_>, key: &str, remarks: &mut Remarks) -> bool {
     if let Some(why) = view.no_effect(name) {
-        if !node.is_null() && node.to_value() != Value::Bool(false) {
+        if !view.is_idle(&node.to_value()) {
             remarks.notes.push(format!("{} has no effect: {why}", node.origin.typed_key(&join(key, name))));
         }
         return true;

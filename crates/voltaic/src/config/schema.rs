@@ -8,6 +8,8 @@ use crate::error::Problem;
 pub(super) const REFUSED: &str = "x-refused";
 /// Keys that have no effect, and why: `{key: reason}`. Those that are fields are checked all the same.
 pub(super) const NO_EFFECT: &str = "x-no-effect";
+/// That all values of the keys of [`NO_EFFECT`] are worth a note: `false` asks for something, too.
+const NO_EFFECT_ALWAYS: &str = "x-no-effect-always";
 /// Other names of a class, whose arguments it takes: a list.
 const ALIASES: &str = "x-aliases";
 /// Older names of keys: `{old: new}`.
@@ -207,6 +209,12 @@ impl<'s> View<'s> {
     /// Why a key has no effect, if the schema says so.
     pub fn no_effect(&self, key: &str) -> Option<&'s str> {
         self.objects().find_map(|option| option.get(NO_EFFECT)?.get(key)?.as_str())
+    }
+
+    /// Whether a value asks for nothing of a key that has no effect.
+    pub fn is_idle(&self, value: &Value) -> bool {
+        let asks = self.objects().any(|option| option.get(NO_EFFECT_ALWAYS).is_some());
+        value.is_null() || (*value == Value::Bool(false) && !asks)
     }
 
     /// Why there is no key of this name, though users of Lightning may look for it. [`REFUSED`] of the schema holds

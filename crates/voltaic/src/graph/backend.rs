@@ -7,8 +7,6 @@ use std::sync::Once;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::metrics::count_fallback;
-use crate::accelerator::RuntimeFlags;
 use crate::config::nearest;
 use crate::error::{Error, GraphError, Problem, Result};
 
@@ -16,10 +14,11 @@ use crate::error::{Error, GraphError, Problem, Result};
 pub(crate) const RECOMPILE_LIMIT: usize = 8;
 
 /// Who compiles, by the names of `torch.compile(model, backend=..)` on HPUs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum CompileBackend {
     /// For training and for evaluation.
+    #[default]
     HpuBackend,
     /// Older name of `hpu_backend`, for training.
     AotHpuTrainingBackend,
@@ -53,18 +52,6 @@ impl CompileBackend {
                 tracing::warn!("*** Usage of deprecated backend! Please use hpu_backend. ***");
             });
         }
-    }
-}
-
-/// Counts that code runs without a graph.
-///
-/// # Errors
-/// With a backend the error itself, if `PT_HPU_USE_EAGER_FALLBACK=0` forbids that.
-pub(crate) fn fall_back(backend: Option<CompileBackend>, error: &GraphError) -> Result<()> {
-    count_fallback(error);
-    match backend {
-        Some(_) if RuntimeFlags::is_off("PT_HPU_USE_EAGER_FALLBACK") => Err(error.clone().into()),
-        _ => Ok(()),
     }
 }
 

@@ -6,10 +6,11 @@ use std::fmt;
 
 use tch::Tensor;
 
-use super::backend::{CompileBackend, RECOMPILE_LIMIT, fall_back};
+use super::backend::{CompileBackend, RECOMPILE_LIMIT};
 use super::call::{Call, CallGraphs, CapturedCall, Outputs};
 use super::capture::is_capturing;
 use super::metrics;
+use super::options::{CompileConfig, fall_back};
 use super::passes::Passes;
 use super::places::{any_missing, shares_elements};
 use super::plan::PlanStats;
@@ -41,18 +42,18 @@ pub(crate) struct CacheOptions {
     pub(crate) buckets: Option<Buckets>,
     /// Logs the statistics after so many calls, and at the end; 0 does not.
     pub(crate) log_frequency: u64,
-    /// The graphs are compiled.
-    pub(crate) backend: Option<CompileBackend>,
+    /// How the graphs are compiled, if they are.
+    pub(crate) compile: Option<CompileConfig>,
 }
 
 impl CacheOptions {
-    /// Those of what a backend compiles.
-    pub(crate) fn compiled(backend: CompileBackend) -> Self {
+    /// Those of what is compiled.
+    pub(crate) fn compiled(config: CompileConfig) -> Self {
         Self {
-            max_graphs: Some(RECOMPILE_LIMIT),
-            captures_grad: backend.trains(),
+            max_graphs: Some(config.recompile_limit.unwrap_or(RECOMPILE_LIMIT)),
+            captures_grad: config.backend.trains(),
             disable_tensor_cache: true,
-            backend: Some(backend),
+            compile: Some(config),
             ..Self::default()
         }
     }
@@ -152,7 +153,7 @@ impl GraphCache {
     pub(crate) fn new(module: impl Into<String>, options: CacheOptions) -> Self {
         let stats = CacheStats { max_graphs: options.max_graphs, ..CacheStats::default() };
         Self {
-            passes: Passes::of(options.backend),
+            passes: Passes::of(options.compile),
             options,
             module: module.into(),
             graphs: Vec::new(),
@@ -226,9 +227,14 @@ impl GraphCache {
         Ok(outputs)
     }
 
+    /// Who compiles the graphs.
+    fn backend(&self) -> Option<CompileBackend> {
+        self.options.compile.map(|config| config.backend)
+    }
+
     /// Refuses a call that wants gradients, if the backend has none.
     fn refuse_grad(&self, with_grad: bool) -> Result<()> {
-        match self.options.backend {
+        match self.backend() {
             Some(backend) if with_grad && !backend.trains() => {
                 let what =
                     format!("{} is called with grad, and {backend} computes no gradients", self.module);
@@ -241,7 +247,7 @@ impl GraphCache {
 
     /// Says once that a kind of call is not compiled, since there are too many others.
     fn warn_if_full(&mut self, key: &Key) {
-        let (Some(backend), Some(max)) = (self.options.backend, self.options.max_graphs) else { return };
+        let (Some(backend), Some(max)) = (self.backend(), self.options.max_graphs) else { return };
         let is_known = self.graphs.iter().any(|entry| entry.key == *key);
         if self.refusal.is_none()
             && !is_known
@@ -360,7 +366,7 @@ impl GraphCache {
 
     /// There are no graphs from now on; an error if that is forbidden.
     fn refuse(&mut self, error: &GraphError) -> Result<()> {
-        fall_back(self.options.backend, error)?;
+        fall_back(self.options.compile, error)?;
         tracing::warn!("{} runs without graphs: {error}", self.module);
         self.refusal = Some(error.to_string());
         self.clear();

@@ -2,6 +2,7 @@
 
 use super::backend::CompileBackend;
 use super::cache::{Buckets, CacheOptions, CachedGraphs};
+use super::options::{CompileConfig, CompileOptions};
 use super::wrap::{GraphedInPlace, GraphedModule};
 use crate::error::Result;
 use crate::ffi;
@@ -59,7 +60,8 @@ pub fn compile(module: &impl Module, backend: &str) -> Result<GraphedInPlace> {
 #[derive(Debug, Clone)]
 #[must_use = "wrap() makes the module, inplace() leaves it what it is"]
 pub struct Compiler {
-    options: CacheOptions,
+    config: CompileConfig,
+    buckets: Option<Buckets>,
 }
 
 impl Compiler {
@@ -71,29 +73,56 @@ impl Compiler {
         let backend: CompileBackend = backend.parse()?;
         backend.warn_if_deprecated();
         ffi::install_kernels()?;
-        Ok(Self { options: CacheOptions::compiled(backend) })
+        Ok(Self { config: backend.into(), buckets: None })
     }
 
     /// How many kinds of calls are compiled; 8 unless set.
     pub fn recompile_limit(mut self, limit: usize) -> Self {
-        self.options.max_graphs = Some(limit);
+        self.config.recompile_limit = Some(limit);
+        self
+    }
+
+    /// Options of the backend.
+    ///
+    /// ```
+    /// use voltaic::graph::{CompileOptions, Compiler};
+    /// use voltaic::nn::{Forward, Linear, Relu, Sequential};
+    /// # use voltaic::{Kind, Tensor};
+    ///
+    /// # fn main() -> anyhow::Result<()> {
+    /// let options = CompileOptions { fuse_elementwise: Some(false), ..CompileOptions::default() };
+    /// let net = Sequential::new().add(Linear::new(4, 8)?).add(Relu).add(Relu);
+    /// let net = Compiler::new("hpu_backend")?.options(options).wrap(net);
+    /// for _ in 0..3 {
+    ///     net.forward(&Tensor::ones([8, 4], (Kind::Float, tch::Device::Cpu)))?.sum(Kind::Float).backward();
+    /// }
+    /// assert!(net.plan_stats().iter().all(|plan| plan.num_fused == 0));
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn options(mut self, options: CompileOptions) -> Self {
+        self.config.options = options;
         self
     }
 
     /// Pads inputs to few shapes.
     pub fn buckets(mut self, buckets: Buckets) -> Self {
-        self.options.buckets = Some(buckets);
+        self.buckets = Some(buckets);
         self
     }
 
     /// A module around the module, whose calls are compiled on any thread.
     pub fn wrap<M: Module>(&self, module: M) -> GraphedModule<M> {
-        let graphs = CachedGraphs::new(&module, self.options.clone());
+        let graphs = CachedGraphs::new(&module, self.for_cache());
         GraphedModule::new(module, graphs, true)
     }
 
     /// See [`compile()`].
     pub fn inplace(&self, module: &impl Module) -> GraphedInPlace {
-        GraphedInPlace::new(module, CachedGraphs::new(module, self.options.clone()))
+        GraphedInPlace::new(module, CachedGraphs::new(module, self.for_cache()))
+    }
+
+    fn for_cache(&self) -> CacheOptions {
+        CacheOptions { buckets: self.buckets.clone(), ..CacheOptions::compiled(self.config) }
     }
 }

@@ -4,9 +4,9 @@ use std::cell::RefCell;
 
 use tch::Tensor;
 
-use super::backend::CompileBackend;
 use super::cache::{CacheOptions, CacheStats, GraphCache};
 use super::known::Known;
+use super::options::CompileConfig;
 use crate::nn::{Callable, Module, ModuleExt, TensorTuple, call_as, call_with, identity};
 
 /// Kinds of calls that get a graph, for each module.
@@ -17,12 +17,12 @@ const MAX_GRAPHS: usize = 10;
 pub(crate) struct ModuleGraphs {
     caches: Vec<(Known, GraphCache)>,
     /// Calls are compiled.
-    backend: Option<CompileBackend>,
+    compile: Option<CompileConfig>,
 }
 
 impl ModuleGraphs {
-    pub(crate) fn compiled(backend: CompileBackend) -> Self {
-        Self { backend: Some(backend), ..Self::default() }
+    pub(crate) fn compiled(config: CompileConfig) -> Self {
+        Self { compile: Some(config), ..Self::default() }
     }
 
     /// The call of a module that lies within `root`, captured and replayed.
@@ -52,7 +52,7 @@ impl ModuleGraphs {
                 disable_tensor_cache: true,
                 ..CacheOptions::default()
             };
-            let options = self.backend.map_or(plain, CacheOptions::compiled);
+            let options = self.compile.map_or(plain, CacheOptions::compiled);
             self.caches.push((Known::of(called), GraphCache::new(name_of(called, root), options)));
             self.caches.len() - 1
         });

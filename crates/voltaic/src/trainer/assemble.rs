@@ -81,8 +81,8 @@ pub(crate) fn resolve(config: &mut TrainerConfig, parts: &mut BuilderParts) -> R
         let what = "step, but the program gives a strategy of its own";
         problems.push(ConfigProblem::new("trainer.graph", what, "use graph=none, or leave the strategy out"));
     }
-    if let (Some(_), Some(backend)) = (&parts.strategy, config.compile) {
-        let what = format!("{backend}, but the program gives a strategy of its own");
+    if let (Some(_), Some(compile)) = (&parts.strategy, config.compile) {
+        let what = format!("{}, but the program gives a strategy of its own", compile.backend);
         problems.push(ConfigProblem::new("trainer.compile", what, "leave one of the two out"));
     }
     if config.barebones && !parts.loggers.is_empty() {
@@ -250,7 +250,7 @@ fn build_loggers(
         min_steps: plan.min_steps,
         log_every_n_steps: plan.log_every_n_steps,
         graph: match plan.compile {
-            Some(backend) => Some(format!("trainer.compile={backend}")),
+            Some(compile) => Some(format!("trainer.compile={}", compile.backend)),
             None => (plan.graph != GraphMode::Off).then(|| format!("trainer.graph={}", plan.graph)),
         },
         version,

@@ -8,7 +8,7 @@ use crate::checkpoint::CheckpointIo;
 use crate::distributed::report_config_error;
 use crate::error::{ConfigError, Result, print_log};
 use crate::ffi;
-use crate::graph::CompileBackend;
+use crate::graph::CompileConfig;
 use crate::logger::{Logger, Loggers};
 use crate::optim::OptimizerConfig;
 use crate::profiler::{Profiler, ProfilerConfig};
@@ -196,7 +196,7 @@ impl TrainerBuilder {
         enable_model_summary: bool => Some;
         reload_dataloaders_every_n_epochs: u64;
         graph: GraphMode;
-        compile: CompileBackend => Some;
+        compile: CompileConfig => Some;
         activation_checkpointing: ActivationCheckpointing => Some;
         overfit_batches: Limit;
         max_time: TimeSpan => Some;
@@ -229,8 +229,8 @@ impl TrainerBuilder {
         print_log("warn");
         ffi::check_libtorch()?;
         let Resolved { mut plan, accelerator, searches } = resolve(&mut self.config, &mut self.parts)?;
-        if let Some(backend) = plan.compile {
-            backend.warn_if_deprecated();
+        if let Some(compile) = plan.compile {
+            compile.backend.warn_if_deprecated();
         }
         let mut optimizers = self.parts.optimizers.clone();
         if self.parts.prefers_settings && optimizers.is_none() {

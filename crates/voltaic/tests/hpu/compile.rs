@@ -2,7 +2,7 @@
 
 use tch::{Kind, Reduction, Tensor};
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
-use voltaic::graph::{Compiler, HpuGraph, PlanStats};
+use voltaic::graph::{CompileBackend, CompileConfig, CompileOptions, Compiler, HpuGraph, PlanStats};
 use voltaic::models::{Gpt, GptConfig};
 use voltaic::module::LightningModule;
 use voltaic::nn::{Callable, Forward, Linear, ModuleExt};
@@ -47,9 +47,21 @@ pub(crate) fn factors(y: &Tensor) -> Tensor {
 
 /// Calls `code` compiled and not, on inputs of `size`, with gradients; gives the plan of both passes.
 fn check(what: &str, code: Function, size: &[i64], kind: Kind, tolerance: f64) -> Vec<PlanStats> {
+    check_with(what, CompileOptions::default(), code, size, kind, tolerance)
+}
+
+/// The same with options.
+fn check_with(
+    what: &str,
+    options: CompileOptions,
+    code: Function,
+    size: &[i64],
+    kind: Kind,
+    tolerance: f64,
+) -> Vec<PlanStats> {
     let mut plans = Vec::new();
     for device in [CPU, HPU] {
-        let net = Compiler::new("hpu_backend").unwrap().wrap(Code { code });
+        let net = Compiler::new("hpu_backend").unwrap().options(options).wrap(Code { code });
         for step in 0..4 {
             let input = || {
                 ffi::manual_seed(step).unwrap();
@@ -341,6 +353,74 @@ fn passes_can_be_left_out() {
 }
 
 #[test]
+fn options_choose_the_passes_and_win_over_the_environment() {
+    let _rng = start();
+    // each pass has something to do; nothing that is recorded is done in place
+    let code: Function = |x| {
+        let y = attention(&(x * 0.5), 0.0);
+        let fixed = x.detach();
+        let (first, second) = (fixed.erf(), fixed.erf());
+        let dead = (fixed.erf() * 2.0 + 1.0).erf();
+        y.tanh()
+            + (first.softmax(-1, x.kind()) * second.softmax(0, x.kind()) + first.exp() + dead).narrow(2, 0, 8)
+    };
+    let counts = |options: CompileOptions| {
+        let plans = check_with("options", options, code, &[2, 6, 24], Kind::Float, 1e-5);
+        let sum = |count: fn(&PlanStats) -> usize| plans.iter().map(count).sum::<usize>() > 0;
+        [
+            sum(|plan| plan.num_merged),
+            sum(|plan| plan.num_joined),
+            sum(|plan| plan.num_fused),
+            sum(|plan| plan.num_in_place),
+        ]
+    };
+    let (none, (on, off)) = (CompileOptions::default(), (Some(true), Some(false)));
+    if plays("recorded") {
+        assert_eq!(counts(none), [false; 4]);
+        assert_eq!(counts(CompileOptions { use_compiled_recipes: on, ..none }), [true; 4]);
+        return;
+    }
+    if plays("not in place") {
+        assert_eq!(counts(none), [true, true, true, false]);
+        assert_eq!(counts(CompileOptions { in_place: on, ..none }), [true; 4]);
+        return;
+    }
+    text_of(&own_process("recorded").env("PT_HPU_COMPILE_USE_RECIPES", "0").output().unwrap());
+    text_of(&own_process("not in place").env("PT_HPU_REINPLACE_ADD", "0").output().unwrap());
+    assert_eq!(counts(none), [true; 4]);
+    for (options, expected) in [
+        (CompileOptions { use_compiled_recipes: off, ..none }, [false; 4]),
+        (CompileOptions { common_subexpressions: off, ..none }, [false, true, true, true]),
+        (CompileOptions { concatenations: off, ..none }, [true, false, true, true]),
+        (CompileOptions { fuse_elementwise: off, ..none }, [true, true, false, false]),
+        (CompileOptions { in_place: off, ..none }, [true, true, true, false]),
+        (CompileOptions { reinplace_add: off, ..none }, [true, true, true, false]),
+        (CompileOptions { reinplace_add: off, in_place: on, ..none }, [true; 4]),
+    ] {
+        assert_eq!(counts(options), expected, "{options:?}");
+    }
+}
+
+#[test]
+fn options_forbid_the_fallback_of_modules() {
+    let _rng = start();
+    let code: Function = |x| x.masked_select(&x.gt(0.0));
+    let x = Tensor::ones([3, 5], (Kind::Float, CPU));
+    for fallback in [None, Some(true), Some(false)] {
+        let options = CompileOptions { use_eager_fallback: fallback, ..CompileOptions::default() };
+        let net = Compiler::new("hpu_backend").unwrap().options(options).wrap(Code { code });
+        let called = net.forward(&x);
+        match fallback {
+            Some(false) => {
+                let error = called.unwrap_err().to_string();
+                assert!(error.contains("aten::masked_select"), "{error}");
+            }
+            _ => assert_eq!(called.unwrap().numel(), 15),
+        }
+    }
+}
+
+#[test]
 fn backends_have_their_names_and_the_one_for_inference_no_gradients() {
     let _rng = start();
     let message = Compiler::new("hpu_backnd").unwrap_err().to_string();
@@ -396,6 +476,37 @@ fn fit<M: LightningModule<Batch = (Tensor, Tensor)>>(
     let mut trainer = configure(builder).build().unwrap();
     trainer.fit(&mut net, &mut Loaders::new().train(loader)).unwrap();
     (net.state_dict(), trainer.graph_report().clone())
+}
+
+#[test]
+fn a_run_is_compiled_with_the_options_of_its_configuration() {
+    let _rng = start();
+    let gpt =
+        || Gpt::new(GptConfig { vocab_size: 65, block_size: 16, n_layer: 1, ..GptConfig::tiny() }).unwrap();
+    let tokens = || Tensor::randint(65, [22, 16], (Kind::Int64, CPU));
+    let data = (tokens(), tokens());
+    let options = CompileOptions { use_compiled_recipes: Some(false), ..CompileOptions::default() };
+    for accelerator in ["cpu", "hpu"] {
+        let with = |compile: Option<CompileConfig>| {
+            fit(gpt, &data, &|builder| {
+                let builder = builder.accelerator(accelerator).max_epochs(4);
+                match compile {
+                    Some(compile) => builder.compile(compile),
+                    None => builder,
+                }
+            })
+        };
+        let (eager, _) = with(None);
+        let standard = CompileConfig::from(CompileBackend::HpuBackend);
+        let (_, report) = with(Some(standard));
+        assert_eq!((report.refusal, report.graphs), (None, 2), "batches of 4 and of 2");
+        let (recorded, report) = with(Some(CompileConfig { options, recompile_limit: Some(1), ..standard }));
+        assert_eq!((&report.refusal, report.graphs), (&None, 1));
+        assert!(report.replayed_steps > 0 && report.eager_steps >= 4, "{report:?}");
+        for ((name, own), (_, expected)) in recorded.iter().zip(&eager) {
+            assert_eq!(own, expected, "{accelerator}: {name}");
+        }
+    }
 }
 
 #[test]

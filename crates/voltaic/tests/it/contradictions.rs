@@ -2,7 +2,7 @@
 
 use voltaic::Error;
 use voltaic::callback::{ModelSummary, ProgressBar};
-use voltaic::graph::CompileBackend;
+use voltaic::graph::{CompileBackend, CompileConfig, CompileOptions};
 use voltaic::trainer::{GradientClipAlgorithm, GraphMode, Trainer, TrainerBuilder};
 
 use crate::probe::{Probe, loaders, short_fit, silent, voltaic};
@@ -75,6 +75,55 @@ fn backends_of_compile_are_known_by_name() {
     assert!(status == Some(0) && error.matches(warning).count() == 1, "{status:?} {error}");
     let (status, error) = short_fit(&["--trainer.compile=hpu_backend"], &[]);
     assert!(status == Some(0) && !error.contains("deprecated"), "{status:?} {error}");
+}
+
+#[test]
+fn options_of_compile_have_an_effect_or_say_that_they_have_none() {
+    let key = "--trainer.compile.options";
+    let idle = "decomposition_mode enable_allreduce_graph_split enable_sfg force_static_compile inference \
+        keep_input_mutations reassign_copy_ reassign_full_copy remove_unnecessary_clones use_boxed_input \
+        use_cpp_partitioner use_inplace_allreduce use_inplace_index_copy";
+    for value in ["true", "false"] {
+        let given: Vec<String> =
+            idle.split_whitespace().map(|option| format!("{key}.{option}={value}")).collect();
+        let arguments: Vec<&str> = given.iter().map(String::as_str).collect();
+        let (status, error) = short_fit(&arguments, &[]);
+        assert_eq!(status, Some(0), "{error}");
+        for option in idle.split_whitespace() {
+            let line = format!("trainer.compile.options.{option} has no effect: ");
+            assert_eq!(error.matches(&line).count(), 1, "{line} {error}");
+        }
+    }
+    for (option, expected) in [
+        ("discard_frozen_params=true", "the weights of a compiled module stay there"),
+        ("use_graph_freezing=true", "weights are read at each call"),
+        ("use_eager_fallbak=false", "did you mean trainer.compile.options.use_eager_fallback"),
+        ("in_place=2", "in_place"),
+    ] {
+        let (status, error) = short_fit(&[&format!("{key}.{option}")], &[]);
+        assert!(status == Some(2) && error.contains(expected), "{option}: {status:?} {error}");
+    }
+    let (status, error) = short_fit(
+        &[
+            "--trainer.compile.backend=aot_hpu_inference_backend",
+            &format!("{key}.discard_frozen_params=false"),
+        ],
+        &[],
+    );
+    assert!(status == Some(2) && error.contains("aot_hpu_inference_backend in a fit"), "{status:?} {error}");
+}
+
+#[test]
+fn a_backend_with_standard_settings_is_written_as_its_name() {
+    let options = CompileOptions { in_place: Some(false), ..CompileOptions::default() };
+    let plain = CompileConfig::from(CompileBackend::HpuBackend);
+    assert_eq!(serde_json::to_value(plain).unwrap(), "hpu_backend");
+    let others = [CompileConfig { options, ..plain }, CompileConfig { recompile_limit: Some(3), ..plain }];
+    for config in others {
+        let written = serde_json::to_value(config).unwrap();
+        assert_eq!(written["backend"], "hpu_backend");
+        assert_eq!(serde_json::from_value::<CompileConfig>(written).unwrap(), config);
+    }
 }
 
 #[test]

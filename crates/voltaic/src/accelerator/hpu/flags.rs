@@ -44,7 +44,7 @@ const NO_EFFECT: &str = "none on emulated HPUs";
 const HANDED_ON: &str = "none on emulated HPUs; handed to the plugin";
 
 #[rustfmt::skip]
-const FLAGS: [Flag; 43] = [
+const FLAGS: [Flag; 45] = [
     Flag { name: "VOLTAIC_HPU", kind: Kind::Word(&["auto", "gaudi", "emulator"]), default: "auto", effect: "what hpu means; auto: Gaudi cards if there are any, else emulated ones" },
     Flag { name: "VOLTAIC_HPU_GENERATION", kind: Kind::Word(&["gaudi", "gaudi2", "gaudi3"]), default: "gaudi2", effect: "generation of the emulated cards: their memory and dtypes" },
     Flag { name: "VOLTAIC_HPU_DEVICES", kind: Kind::Number(1, MAX_HPUS as u64), default: "8", effect: "number of emulated cards" },
@@ -80,6 +80,8 @@ const FLAGS: [Flag; 43] = [
     Flag { name: "PT_HPU_DISABLE_concatenations", kind: Kind::Switch, default: "0", effect: "1: compile concatenates gradients of attention after they are computed" },
     Flag { name: "PT_HPU_DISABLE_fuse_elementwise", kind: Kind::Switch, default: "0", effect: "1: compile runs operators element by element and row by row one after the other" },
     Flag { name: "PT_HPU_DISABLE_in_place", kind: Kind::Switch, default: "0", effect: "1: compile gives all results memory of their own" },
+    Flag { name: "PT_HPU_COMPILE_USE_RECIPES", kind: Kind::Switch, default: "1", effect: "0: compile replays what was captured as it was recorded" },
+    Flag { name: "PT_HPU_REINPLACE_ADD", kind: Kind::Switch, default: "1", effect: "0: compile gives all results memory of their own" },
     Flag { name: "PT_HPU_USE_EAGER_FALLBACK", kind: Kind::Switch, default: "1", effect: "0: what compile cannot capture is an error, and does not run as usual" },
     Flag { name: "PT_HPU_METRICS_FILE", kind: Kind::Text, default: "none", effect: "file that counts of graphs are written to" },
     Flag { name: "HABANA_PT_METRICS_FILE", kind: Kind::Text, default: "none", effect: "older name of PT_HPU_METRICS_FILE" },
@@ -92,11 +94,26 @@ const FLAGS: [Flag; 43] = [
 
 /// Variables of Habana's software that are not supported, whatever they say, and why.
 #[rustfmt::skip]
-const NOT_SUPPORTED: [(&str, &str); 9] = [
+const NOT_SUPPORTED: [(&str, &str); 24] = [
     ("PT_RECIPE_CACHE_PATH", RECIPE_CACHE),
     ("PT_CACHE_FOLDER_DELETE", RECIPE_CACHE),
     ("PT_CACHE_FOLDER_SIZE_MB", RECIPE_CACHE),
     ("PT_HPUGRAPH_ENABLE_DRY_RUN", PYTHON),
+    ("PT_HPU_COMPILE_DECOMPOSITION_MODE", COMPILE),
+    ("PT_HPU_COMPILE_DISCARD_FROZEN_PARAMS", COMPILE),
+    ("PT_HPU_COMPILE_GRAPH_FREEZE", COMPILE),
+    ("PT_HPU_COMPILE_REMOVE_UNNECESSARY_CLONES", COMPILE),
+    ("PT_HPU_ENABLE_ALLREDUCE_GRAPH_SPLIT", COMPILE),
+    ("PT_HPU_ENABLE_SFG", COMPILE),
+    ("PT_HPU_FORCE_STATIC_COMPILE", COMPILE),
+    ("PT_HPU_KEEP_INPUT_MUTATIONS", COMPILE),
+    ("PT_HPU_REASSIGN_COPY_", COMPILE),
+    ("PT_HPU_REASSIGN_FULL_COPY", COMPILE),
+    ("PT_HPU_USE_BOXED_INPUT", COMPILE),
+    ("PT_HPU_USE_CPP_PARTITIONER", COMPILE),
+    ("PT_HPU_USE_INFERENCE_COMPILER", COMPILE),
+    ("PT_HPU_USE_INPLACE_COLLECTIVE", COMPILE),
+    ("PT_HPU_USE_INPLACE_INDEX_COPY", COMPILE),
     ("PT_HPU_AUTOLOAD", PYTHON),
     ("PT_HPU_GPU_MIGRATION", PYTHON),
     ("PT_HPU_WEIGHT_SHARING", PYTHON),
@@ -105,6 +122,7 @@ const NOT_SUPPORTED: [(&str, &str); 9] = [
 ];
 
 const RECIPE_CACHE: &str = "PT_HPU_RECIPE_CACHE_CONFIG has taken its place";
+const COMPILE: &str = "compile has no such choice";
 const PYTHON: &str = "it is for Habana's Python package";
 
 /// Beginnings of names that are Habana's own.

@@ -1,6 +1,6 @@
 //! Passes over a recording before it is planned: each in a file, with a check of the program after each (`verify`).
 //!
-//! | pass | switch that leaves it out |
+//! | pass | variable that leaves it out, as the option of its name does |
 //! |---|---|
 //! | `dead_code` | none: graphs that are not compiled have it, too |
 //! | `common_subexpressions` | `PT_HPU_DISABLE_common_subexpressions=1` |
@@ -18,9 +18,8 @@ mod program;
 mod rows;
 mod verify;
 
-use super::backend::CompileBackend;
 use super::ir::Graph;
-use crate::accelerator::RuntimeFlags;
+use super::options::{CompileConfig, has_pass};
 use crate::ffi;
 
 use program::Notes;
@@ -44,17 +43,18 @@ impl Passes {
         in_place: false,
     };
 
-    /// Those of a backend, without those that the environment leaves out.
-    pub(crate) fn of(backend: Option<CompileBackend>) -> Self {
-        if backend.is_none() {
+    /// Those of compile, without those that its options or the environment leave out.
+    pub(crate) fn of(compile: Option<CompileConfig>) -> Self {
+        let Some(CompileConfig { options, .. }) = compile.filter(|config| config.options.changes_graphs())
+        else {
             return Self::NONE;
-        }
+        };
         Self {
-            common_subexpressions: !RuntimeFlags::disables("common_subexpressions"),
-            concatenations: ffi::has_kernels() && !RuntimeFlags::disables("concatenations"),
+            common_subexpressions: has_pass(options.common_subexpressions, "common_subexpressions"),
+            concatenations: ffi::has_kernels() && has_pass(options.concatenations, "concatenations"),
             // chains are run by a kernel of voltaic's
-            fuse_elementwise: ffi::has_kernels() && !RuntimeFlags::disables("fuse_elementwise"),
-            in_place: !RuntimeFlags::disables("in_place"),
+            fuse_elementwise: ffi::has_kernels() && has_pass(options.fuse_elementwise, "fuse_elementwise"),
+            in_place: options.in_place(),
         }
     }
 }

@@ -15,7 +15,7 @@ use voltaic_macros::Defaults;
 
 use crate::accelerator::{AcceleratorConfig, Devices};
 use crate::callback::TimeSpan;
-use crate::graph::CompileBackend;
+use crate::graph::CompileConfig;
 use crate::logger::Loggers;
 use crate::profiler::ProfilerConfig;
 use crate::strategy::StrategyConfig;
@@ -124,8 +124,9 @@ pub struct TrainerConfig {
     /// cannot be captured is reported, and runs as usual.
     pub graph: GraphMode,
     /// Compile training steps, on cpu and emulated HPUs: `hpu_backend`, or its older names `aot_hpu_training_backend` and, without
-    /// grad, `aot_hpu_inference_backend`. Captured as with `graph`, then changed by passes. Not together with `graph`. Off unless set.
-    pub compile: Option<CompileBackend>,
+    /// grad, `aot_hpu_inference_backend`; or `backend` with `options` and `recompile_limit`. Captured as with `graph`, then changed by
+    /// passes. Not together with `graph`. Off unless set.
+    pub compile: Option<CompileConfig>,
     /// Modules whose activations are computed again in backward rather than kept, by type or fqn: `[Block]`, `[transformer.h.*]`. Their
     /// calls are checkpointed as by `checkpoint(&module, &x)`. With settings also: offloaded to the host, or kept within a budget.
     pub activation_checkpointing: Option<ActivationCheckpointing>,

@@ -147,8 +147,9 @@ pub(crate) fn refuse_beside_manual(plan: &TrainPlan) -> Result<(), ConfigError> 
         let what = format!("{clip:?} with manual optimization");
         refuse("gradient_clip_val", what, "call clip_grad_norm between backward and step in training_step");
     }
-    if let Some(backend) = plan.compile {
-        let what = format!("{backend} with manual optimization, where training_step runs backward itself");
+    if let Some(compile) = plan.compile {
+        let what =
+            format!("{} with manual optimization, where training_step runs backward itself", compile.backend);
         refuse("compile", what, "leave trainer.compile out, and compile modules (voltaic::compile)");
     }
     if plan.graph == GraphMode::Step {

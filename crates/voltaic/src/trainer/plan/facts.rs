@@ -88,7 +88,7 @@ pub(crate) fn facts(config: &TrainerConfig, plan: &TrainPlan, callbacks: &[Box<d
     add("gradient_clip_val", optional(clip.as_ref()));
     add("reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs.to_string());
     add("graph", graph.to_string());
-    add("compile", optional(compile.as_ref()));
+    add("compile", format!("{compile:?}"));
     add("activation_checkpointing", format!("{activations:?}"));
     add("fast_dev_run", fast_dev_run.to_string());
     add("max_restarts", config.max_restarts.to_string());

@@ -208,7 +208,7 @@ fn check_graph(config: &TrainerConfig, accelerator: &str, ranks: &RankPlan, prob
 
 /// What compiled steps cannot be combined with.
 fn check_compile(config: &TrainerConfig, accelerator: &str, ranks: &RankPlan, problems: &mut Problems) {
-    let Some(backend) = config.compile else { return };
+    let Some(backend) = config.compile.map(|compile| compile.backend) else { return };
     if config.graph != GraphMode::Off {
         let what = format!(
             "compile={backend} with graph={}: HPU graphs with torch.compile are not supported",

@@ -7,7 +7,7 @@ use crate::device::Device;
 use crate::distributed::RequeueSignal;
 use crate::error::Result;
 use crate::ffi::DeterministicMode;
-use crate::graph::CompileBackend;
+use crate::graph::CompileConfig;
 use crate::nn::{CheckpointSettings, Treatment};
 use crate::optim::GradientClip;
 use crate::precision::fp8::Fp8Settings;
@@ -65,7 +65,7 @@ pub(crate) struct TrainPlan {
     /// 0 means never.
     pub reload_dataloaders_every_n_epochs: u64,
     pub graph: GraphMode,
-    pub compile: Option<CompileBackend>,
+    pub compile: Option<CompileConfig>,
     pub activations: ActivationPlan,
     pub checkpoints: CheckpointSettings,
     pub fast_dev_run: bool,

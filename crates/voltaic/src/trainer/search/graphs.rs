@@ -2,7 +2,7 @@
 
 use crate::data::{DataModule, Stage};
 use crate::error::{ConfigError, Result};
-use crate::graph::{CompileBackend, ShownGraph, shown};
+use crate::graph::{ShownGraph, shown};
 use crate::module::LightningModule;
 use crate::trainer::config::TrainerConfig;
 use crate::trainer::config::graph::GraphMode;
@@ -21,9 +21,9 @@ impl Searcher<'_> {
         data: &mut dyn DataModule<Batch = M::Batch>,
     ) -> Result<Vec<ShownGraph>> {
         let window = self.config.accumulate_grad_batches;
-        let backend = self.config.compile.unwrap_or(CompileBackend::HpuBackend);
+        let compile = self.config.compile.unwrap_or_default();
         let compiled = |config: &mut TrainerConfig| {
-            (config.graph, config.compile) = (GraphMode::Off, Some(backend));
+            (config.graph, config.compile) = (GraphMode::Off, Some(compile));
             config.fast_dev_run = FastDevRun::Flag(false);
             config.accumulate_grad_batches = window;
             config.overfit_batches = Limit::Batches(window); // the same ones in each step

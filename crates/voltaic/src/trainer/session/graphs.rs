@@ -5,7 +5,7 @@ use tch::Tensor;
 use crate::error::{GraphError, Result};
 use crate::ffi::TensorList;
 use crate::graph::{
-    CompileBackend, CompiledGraph, Conditions, FirstCapture, InputSignature, ModuleGraphs, Passes,
+    CompileConfig, CompiledGraph, Conditions, FirstCapture, InputSignature, ModuleGraphs, Passes,
     RECOMPILE_LIMIT, fall_back,
 };
 use crate::module::{Logged, NamedTensors};
@@ -65,7 +65,7 @@ const MAX_GRAPHS: usize = 10;
 /// The graphs of one fit.
 pub(crate) struct StepGraphs {
     mode: GraphMode,
-    compile: Option<CompileBackend>,
+    compile: Option<CompileConfig>,
     /// Over the graphs that are captured.
     pub passes: Passes,
     /// Kinds of batches that get a graph; others run as usual.
@@ -88,12 +88,12 @@ pub(crate) struct StepGraphs {
 }
 
 impl StepGraphs {
-    pub(crate) fn new(mode: GraphMode, compile: Option<CompileBackend>) -> Self {
+    pub(crate) fn new(mode: GraphMode, compile: Option<CompileConfig>) -> Self {
         Self {
             mode,
             compile,
             passes: Passes::of(compile),
-            max: if compile.is_some() { RECOMPILE_LIMIT } else { MAX_GRAPHS },
+            max: compile.map_or(MAX_GRAPHS, |config| config.recompile_limit.unwrap_or(RECOMPILE_LIMIT)),
             params: None,
             entries: Vec::new(),
             modes: ModeNumbers::default(),
@@ -103,7 +103,7 @@ impl StepGraphs {
             replayed: None,
             changed_updates: 0,
             modules: match compile {
-                Some(backend) => Some(ModuleGraphs::compiled(backend)),
+                Some(config) => Some(ModuleGraphs::compiled(config)),
                 None => (mode == GraphMode::Modules).then(ModuleGraphs::default),
             },
             report: GraphReport::default(),
@@ -124,7 +124,7 @@ impl StepGraphs {
     /// The key of the configuration that asks for graphs, for messages.
     pub(crate) fn key(&self) -> String {
         match self.compile {
-            Some(backend) => format!("trainer.compile={backend}"),
+            Some(config) => format!("trainer.compile={}", config.backend),
             None => format!("trainer.graph={}", self.mode),
         }
     }
