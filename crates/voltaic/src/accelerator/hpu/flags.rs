@@ -60,7 +60,7 @@ const FLAGS: [Flag; 45] = [
     Flag { name: "PT_HABANA_POOL_SIZE", kind: Kind::Number(1, 1024), default: "24", effect: "GiB of the memory pool, 24 means all; emulated: the limit, unless VOLTAIC_HPU_MEMORY is set" },
     Flag { name: "PT_HPU_POOL_MEM_ACQUIRE_PERC", kind: Kind::Number(1, 100), default: "100", effect: "percent of the memory that the pool takes; emulated: the limit, unless VOLTAIC_HPU_MEMORY is set" },
     Flag { name: "PT_HCCL_MEMORY_ALLOWANCE_MB", kind: Kind::Number(0, 65536), default: "512", effect: "MiB of a card that the pool leaves to HCCL; none on emulated HPUs" },
-    Flag { name: "PT_HPU_RECIPE_CACHE_CONFIG", kind: Kind::RecipeCache, default: "off", effect: HANDED_ON },
+    Flag { name: "PT_HPU_RECIPE_CACHE_CONFIG", kind: Kind::RecipeCache, default: "off", effect: "none on emulated HPUs, where compile takes milliseconds; handed to the plugin" },
     Flag { name: "PT_ENABLE_INT64_SUPPORT", kind: Kind::Switch, default: "1", effect: "none on emulated HPUs, which always compute int64 in 64 bits; handed to the plugin" },
     Flag { name: "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES", kind: Kind::Switch, default: "0", effect: HANDED_ON },
     Flag { name: "PT_HPU_LAZY_ACC_PAR_MODE", kind: Kind::Switch, default: "1", effect: HANDED_ON },
