@@ -53,7 +53,7 @@ fn main() -> Result<()> {
     pretraining.save_weights(&pretrained, "pretrained.safetensors", None)?; // stands for a file from elsewhere
 
     let mut net = Net::new(10, 1e-4)?;
-    let mut weights = Checkpoint::load("pretrained.safetensors".as_ref())?.weights;
+    let mut weights = Checkpoint::load("pretrained.safetensors")?.weights;
     weights.retain(|(name, _)| !name.starts_with("head.")); // has two classes, not ten
     let keys = net.load_state_dict(&weights, false)?;
     println!("new: {}; not used: {}", keys.missing_keys.join(", "), keys.unexpected_keys.join(", "));
