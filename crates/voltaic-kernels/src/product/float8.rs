@@ -49,9 +49,10 @@ fn multiply<F: Float8>(a: &[f32], codes: &[u8], depth: usize, out: &mut [f32]) {
         for column in part {
             let codes = &codes[column * depth..][..depth];
             for first in (0..rows).step_by(TOGETHER) {
-                let some = &a[first * depth..rows.min(first + TOGETHER) * depth];
+                let count = TOGETHER.min(rows - first);
+                let some = &a[first * depth..][..count * depth];
                 #[cfg(target_arch = "x86_64")]
-                let known = tables.as_ref().map(|tables| tables.dots::<F>(first, some, codes));
+                let known = tables.as_ref().map(|tables| tables.dots::<F>(first..first + count, some, codes));
                 #[cfg(not(target_arch = "x86_64"))]
                 let known = None;
                 let sums = known.unwrap_or_else(|| dots::<F>(some, codes));
@@ -232,11 +233,12 @@ mod x86 {
 #[cfg(target_arch = "x86_64")]
 mod tables {
     use std::arch::x86_64::{
-        __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_si512, _mm512_permutex2var_epi8,
+        __m512bh, __m512i, _mm512_add_ps, _mm512_dpbf16_ps, _mm512_loadu_si512, _mm512_permutex2var_epi8,
         _mm512_reduce_add_ps, _mm512_set1_epi8, _mm512_setzero_ps, _mm512_ternarylogic_epi64,
         _mm512_unpackhi_epi8, _mm512_unpacklo_epi8,
     };
     use std::mem::transmute;
+    use std::ops::Range;
 
     use crate::float8::format::{Float8, decode};
     use crate::processor::prefetch;
@@ -277,10 +279,10 @@ mod tables {
             Some(Self { rows, steps: depth / STEP, upper, lower })
         }
 
-        /// The sums of the products of the codes and up to four rows from `first` on, which are `rows` in float32.
-        pub(super) fn dots<F: Float8>(&self, first: usize, rows: &[f32], codes: &[u8]) -> [f32; TOGETHER] {
-            let (depth, count) = (codes.len(), rows.len() / codes.len());
-            let vectors = &self.rows[first * self.steps..][..count * self.steps];
+        /// The sums of the products of the codes and up to four rows, which are `a` in float32.
+        pub(super) fn dots<F: Float8>(&self, rows: Range<usize>, a: &[f32], codes: &[u8]) -> [f32; TOGETHER] {
+            let count = rows.len();
+            let vectors = &self.rows[rows.start * self.steps..rows.end * self.steps];
             let whole = &codes[..self.steps * STEP];
             // SAFETY: `new` asked whether the processor has the instructions.
             let mut sums = unsafe {
@@ -291,9 +293,11 @@ mod tables {
                     _ => self.add::<4>(vectors, whole),
                 }
             };
-            for (row, sum) in rows.chunks(depth).zip(&mut sums) {
-                let rest = row[whole.len()..].iter().zip(&codes[whole.len()..]);
-                *sum += rest.map(|(a, code)| a * decode::<F>(*code)).sum::<f32>();
+            if whole.len() < codes.len() {
+                for (row, sum) in a.chunks(codes.len()).zip(&mut sums) {
+                    let rest = row[whole.len()..].iter().zip(&codes[whole.len()..]);
+                    *sum += rest.map(|(a, code)| a * decode::<F>(*code)).sum::<f32>();
+                }
             }
             sums
         }
@@ -327,7 +331,7 @@ mod tables {
             }
             let mut totals = [0.0; TOGETHER];
             for (total, [even, odd]) in totals.iter_mut().zip(sums) {
-                *total = _mm512_reduce_add_ps(even) + _mm512_reduce_add_ps(odd);
+                *total = _mm512_reduce_add_ps(_mm512_add_ps(even, odd));
             }
             totals
         }
@@ -440,7 +444,7 @@ mod tests {
             (0..330_u32).map(|i| (i * 37 % 120) as u8 | if i % 3 == 0 { 0x80 } else { 0 }).collect();
         let a: Vec<f32> = (0..660).map(|i| (i % 23) as f32 - 11.0).collect();
         let Some(tables) = tables::Tables::new::<F>(&a, codes.len()) else { return };
-        let [narrow, wide] = [dots::<F>(&a, &codes), tables.dots::<F>(0, &a, &codes)];
+        let [narrow, wide] = [dots::<F>(&a, &codes), tables.dots::<F>(0..2, &a, &codes)];
         for (row, a) in a.chunks(codes.len()).enumerate() {
             let most: f32 = a.iter().zip(&codes).map(|(a, code)| (a * decode::<F>(*code)).abs()).sum();
             assert!((narrow[row] - wide[row]).abs() <= 1e-6 * most, "{narrow:?} {wide:?} {most}");
