@@ -8,7 +8,6 @@ use tch::Tensor;
 
 use super::console::print;
 use super::request::{GenerateArgs, RunRequest};
-use super::training::begin_from;
 use crate::data::{DataLoader, Loaders, TensorDataset, Tokenizer};
 use crate::error::ConfigError;
 use crate::generation::{CausalLm, GenerationConfig, Generations, Generator};
@@ -38,7 +37,7 @@ pub(super) fn generate<M: LightningModule + CausalLm>(
     }
     let config = config(arguments, &model, tokenizer.as_ref())?;
     let mut trainer = builder.use_distributed_sampler(false).enable_progress_bar(false).build()?;
-    begin_from(request, &mut trainer)?;
+    request.begin(&mut trainer)?;
     trainer.return_predictions(false);
     let is_printer = trainer.is_global_zero();
     let mut module = Generating {

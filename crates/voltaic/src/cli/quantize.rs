@@ -4,7 +4,6 @@ use std::fmt::Write as _;
 
 use super::console::{print, print_metrics};
 use super::request::{MeasuredOn, QuantizeArgs, RunRequest};
-use super::training::begin_from;
 use crate::data::DataModule;
 use crate::error::ConfigError;
 use crate::logger::plot_quantization;
@@ -34,7 +33,7 @@ pub(super) fn quantize<M: LightningModule>(
     if !config.scale_method.needs_no_measures() {
         quant::convert(model, &measure)?;
     }
-    begin_from(request, &mut trainer)?;
+    request.begin(&mut trainer)?;
     let before = run(&mut trainer, arguments.stage, model, data)?;
     let is_own = config.dump_stats_path.is_none();
     let found = is_own.then(|| folder.join(crate::precision::fp8::MEASURE));

@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::config::{Origins, Settings, deserialize_at, to_yaml};
 use crate::error::{ConfigError, ConfigProblem, Problem};
 use crate::generation::GenerationConfig;
-use crate::trainer::InitialWeights;
+use crate::trainer::{InitialWeights, Trainer};
 
 /// What a run does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -211,6 +211,20 @@ impl RunRequest {
             }
             None => Ok(None),
         }
+    }
+
+    /// Gives the trainer what its next call begins with.
+    ///
+    /// # Errors
+    /// As [`RunRequest::weights`].
+    pub(super) fn begin(&self, trainer: &mut Trainer) -> Result<(), ConfigError> {
+        if let Some(path) = self.ckpt_path() {
+            trainer.ckpt_path(path);
+        }
+        if let Some(InitialWeights { path, strict }) = self.weights()? {
+            trainer.weights(path, strict);
+        }
+        Ok(())
     }
 
     /// Whether all weights come from a file.

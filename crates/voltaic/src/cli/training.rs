@@ -21,9 +21,7 @@ use crate::models::{
 };
 use crate::module::{LightningModule, OutputValue, StepOutput};
 use crate::optim::OptimizerConfig;
-use crate::trainer::{
-    InitialWeights, LrSchedulerSettings, Trainer, TrainerBuilder, TrainerConfig, seed_everything,
-};
+use crate::trainer::{LrSchedulerSettings, Trainer, TrainerBuilder, TrainerConfig, seed_everything};
 
 impl Registry {
     /// A registry for training, without models and data.
@@ -157,7 +155,7 @@ fn run<M: LightningModule>(
         return show(request, builder(request)?, model, data);
     }
     let mut trainer = builder(request)?.build()?;
-    begin_from(request, &mut trainer)?;
+    request.begin(&mut trainer)?;
     if request.weights_are_drawn() && trainer.is_global_zero() {
         tracing::warn!(
             "{} without ckpt_path or weights: the weights are drawn at random, unless the model loads some itself; give \
@@ -199,17 +197,6 @@ fn run<M: LightningModule>(
         Verb::Generate | Verb::Quantize | Verb::Graph => {
             anyhow::bail!("{} is run elsewhere", request.verb().as_str())
         }
-    }
-    Ok(())
-}
-
-/// Gives the trainer what its next call begins with.
-pub(super) fn begin_from(request: &RunRequest, trainer: &mut Trainer) -> Result<(), ConfigError> {
-    if let Some(path) = request.ckpt_path() {
-        trainer.ckpt_path(path);
-    }
-    if let Some(InitialWeights { path, strict }) = request.weights()? {
-        trainer.weights(path, strict);
     }
     Ok(())
 }
