@@ -1,6 +1,6 @@
 //! Buffers that a thread keeps from one call of a kernel to the next.
 //!
-//! They are known here, so that whoever counts memory of this process can ask for them ([`scratch_bytes`]), and so that those that nobody uses go back: after
+//! They are known here, so that whoever counts memory of this process can ask for them ([`scratch_bytes`]), and so that those that nothing uses go back: after
 //! a while, and all at once when memory runs short. A thread that finds its buffer in another's hands makes a new one.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -126,7 +126,7 @@ pub fn release_idle() -> usize {
     release_those(|_| true)
 }
 
-/// Frees those that nobody used in the window, if it has ended at `now_secs`.
+/// Frees those that nothing used in the window, if it has ended at `now_secs`.
 pub fn end_window(now_secs: u64) {
     if now_secs.saturating_sub(WINDOW_START_SECS.load(Ordering::Relaxed)) >= IDLE_SECS {
         WINDOW_START_SECS.store(now_secs, Ordering::Relaxed);

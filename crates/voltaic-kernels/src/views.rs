@@ -38,7 +38,7 @@ impl Floats<'_> {
     /// So many numbers at an address.
     ///
     /// # Safety
-    /// They must be there for the lifetime, written by nobody. The address may be null if there are none.
+    /// They must be there for the lifetime, written by nothing. The address may be null if there are none.
     pub unsafe fn of_address(dtype: Dtype, address: *const c_void, len: usize) -> Self {
         // SAFETY: as this function asks.
         unsafe {
@@ -62,7 +62,7 @@ impl FloatsMut<'_> {
     /// So many numbers at an address.
     ///
     /// # Safety
-    /// They must be there for the lifetime, used by nobody else, and initialised unless they are only written. The address
+    /// They must be there for the lifetime, used by nothing else, and initialised unless they are only written. The address
     /// may be null if there are none.
     pub unsafe fn of_address(dtype: Dtype, address: *mut c_void, len: usize) -> Self {
         // SAFETY: as this function asks.
@@ -136,14 +136,14 @@ impl<T> Shared<T> {
     }
 
     /// # Safety
-    /// The numbers must be there for `'a`, initialised unless they are only written, and used by nobody else.
+    /// The numbers must be there for `'a`, initialised unless they are only written, and used by nothing else.
     pub(crate) unsafe fn slice_mut<'a>(self, range: Range<usize>) -> &'a mut [T] {
         // SAFETY: as this function asks.
         unsafe { slice::from_raw_parts_mut(self.0.add(range.start), range.len()) }
     }
 
     /// # Safety
-    /// The numbers must be there for `'a`, initialised, and written by nobody.
+    /// The numbers must be there for `'a`, initialised, and written by nothing.
     pub(crate) unsafe fn slice<'a>(self, range: Range<usize>) -> &'a [T] {
         // SAFETY: as this function asks.
         unsafe { slice::from_raw_parts(self.0.add(range.start), range.len()) }

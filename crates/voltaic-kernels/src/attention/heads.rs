@@ -85,7 +85,7 @@ impl<T: Element> HeadRows<T> {
     }
 
     /// # Safety
-    /// The tensor must be there for `'a` and written by nobody.
+    /// The tensor must be there for `'a` and written by nothing.
     unsafe fn rows<'a>(&self) -> Rows<'a, T> {
         let len = (self.len - 1) * self.stride + self.dim;
         // SAFETY: from the first number of the first row to the last of the last.
@@ -102,7 +102,7 @@ impl<T: Element> HeadRows<T> {
     /// Writes rows of the head from `first` on.
     ///
     /// # Safety
-    /// The tensor must be there, and these rows used by nobody else.
+    /// The tensor must be there, and these rows used by nothing else.
     unsafe fn write(&self, first: usize, rows: &[f32]) {
         let output = Shared(self.start.at((first * self.stride) as isize));
         // SAFETY: as this function asks.
@@ -132,7 +132,7 @@ impl<T: Element> Kernel for WriteRows<'_, T> {
 }
 
 /// # Safety
-/// The tensors of `call` must be there for `'a` and their inputs written by nobody.
+/// The tensors of `call` must be there for `'a` and their inputs written by nothing.
 unsafe fn head_of<'a, T: Element>(call: &Attention, head: [usize; 2]) -> AttentionHead<'a, T> {
     // SAFETY: as this function asks.
     let rows = |rows: &HeadTensor, len| unsafe { HeadRows::new(rows, head, len, call.dim).rows() };
@@ -166,7 +166,7 @@ fn prefetch_rows<T: Element, const N: usize>(next: &Option<[HeadRows<T>; N]>, ro
 /// Attention, by the numbers that the processor multiplies fastest.
 ///
 /// # Safety
-/// The tensors must be there, with such sizes and strides, and the inputs written by nobody; those that are written must share no
+/// The tensors must be there, with such sizes and strides, and the inputs written by nothing; those that are written must share no
 /// memory with others, nor rows with other rows.
 pub unsafe fn attention(call: &Attention) {
     // SAFETY: as this function asks.
@@ -199,7 +199,7 @@ unsafe fn attend<T: Element, C: FactorOf<T>>(call: &Attention) {
             let inputs = [(&call.query, call.queries), (&call.key, call.keys), (&call.value, call.keys)];
             let next = next_rows::<T, 3>(call, head, inputs);
             SCRATCH.with_borrow_mut(|scratch| {
-                // SAFETY: the tensors are there during the call, and nobody writes to the inputs.
+                // SAFETY: the tensors are there during the call, and nothing writes to the inputs.
                 let head = unsafe { head_of::<T>(call, at) };
                 head.forward::<C>(first..(first + strip).min(queries), scratch, |first, rows, sums| {
                     prefetch_rows(&next, &(first..first + rows.len() / dim));
@@ -217,7 +217,7 @@ unsafe fn attend<T: Element, C: FactorOf<T>>(call: &Attention) {
 /// The gradients of [`attention`].
 ///
 /// # Safety
-/// The tensors must be there, with such sizes and strides, and the inputs written by nobody; those that are written must share no
+/// The tensors must be there, with such sizes and strides, and the inputs written by nothing; those that are written must share no
 /// memory with others, nor rows with other rows.
 pub unsafe fn attention_backward(call: &Attention) {
     // SAFETY: as this function asks.
@@ -253,7 +253,7 @@ unsafe fn attend_backward<T: Element, C: FactorOf<T>>(call: &Attention) {
             ];
             let next = next_rows::<T, 5>(call, item, inputs);
             SCRATCH.with_borrow_mut(|scratch| {
-                // SAFETY: the tensors are there during the call, and nobody writes to the inputs.
+                // SAFETY: the tensors are there during the call, and nothing writes to the inputs.
                 let (head, grad) = unsafe {
                     let log_sum_exp = HeadRows::new(&call.log_sum_exp, at, call.queries, 1).rows();
                     let grad_out = out(&call.grad_out, call.queries).rows();

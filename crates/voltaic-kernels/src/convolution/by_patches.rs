@@ -141,7 +141,7 @@ impl Correlation<'_> {
     /// Gives whether all sums are finite.
     ///
     /// # Safety
-    /// `output` must have room for `images` of `size`, and be used by nobody else.
+    /// `output` must have room for `images` of `size`, and be used by nothing else.
     unsafe fn run(&self, images: usize) -> bool {
         let are_finite = AtomicBool::new(true);
         let [rows, columns] = self.patches.axes.map(|axis| axis.patches);
@@ -219,7 +219,7 @@ pub(crate) fn output(
             size: call.out_size,
             places: [[0, 0], [1, 1]],
         };
-        // SAFETY: `out` has all outputs, and nobody else uses it.
+        // SAFETY: `out` has all outputs, and nothing else uses it.
         unsafe { correlation.run(call.images) }
     })
 }
@@ -244,7 +244,7 @@ pub(crate) fn input_grad(call: &Convolution, grad: &[Bf16], weight: &[Bf16], out
                     size: call.in_size,
                     places: [[top, left], call.stride],
                 };
-                // SAFETY: `out` has all inputs, and nobody else uses it.
+                // SAFETY: `out` has all inputs, and nothing else uses it.
                 unsafe { correlation.run(call.images) }
             })
         })

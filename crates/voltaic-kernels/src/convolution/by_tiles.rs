@@ -120,7 +120,7 @@ struct Correlation<'a, T, const N: usize, const M: usize> {
     /// `[outputs, 3, 3, inputs]` of the convolution
     weight: &'a [f32],
     bias: Option<&'a [T]>,
-    /// Dense; nobody else uses it.
+    /// Dense; nothing else uses it.
     out: Shared<T>,
     /// How the output is cut.
     to: Tiling,
@@ -290,7 +290,7 @@ struct WeightGrad<'a, T, const N: usize, const M: usize> {
     grads: Tiling,
     input: &'a [T],
     inputs: Tiling,
-    /// Dense `[outputs, 3, 3, inputs]`; nobody else uses it.
+    /// Dense `[outputs, 3, 3, inputs]`; nothing else uses it.
     out: Shared<T>,
 }
 

@@ -76,7 +76,7 @@ impl BatchedProduct {
 /// was then, unless it is one of AMX that is not finite, which leaves anything in it.
 ///
 /// # Safety
-/// The numbers of the factors must be there, at such strides, and written by nobody; those of `out` must be writable, each in one
+/// The numbers of the factors must be there, at such strides, and written by nothing; those of `out` must be writable, each in one
 /// place, in none of the others, and initialised if it adds.
 pub unsafe fn multiply_batches(product: &BatchedProduct) -> Option<ProductKernel> {
     let shape = product.shape();
@@ -186,7 +186,7 @@ impl<T: StripFactor + InLanes> Products<T> {
             }
         });
         self.split(|batch, rows, columns| {
-            // SAFETY: they were written above, and nobody changes them.
+            // SAFETY: they were written above, and nothing changes them.
             let strips = unsafe { all.slice(batch * count * len..(batch + 1) * count * len) };
             let b = Strips::of_lanes(strips, [depth, self.shape[2]]).part([0..depth, columns.clone()]);
             let shape = [rows.len(), columns.len(), depth];
@@ -408,7 +408,7 @@ impl Products<Bf16> {
     fn matrix(&self, numbers: Numbers<Bf16>, shape: [usize; 2]) -> Matrix<'_, Bf16> {
         let strides = numbers.strides.map(|stride| stride as usize);
         let len = (shape[0] - 1) * strides[0] + (shape[1] - 1) * strides[1] + 1;
-        // SAFETY: from the first number of a factor that is there to its last; nobody writes to it.
+        // SAFETY: from the first number of a factor that is there to its last; nothing writes to it.
         Matrix::new(unsafe { slice::from_raw_parts(numbers.data, len) }, shape, strides)
     }
 }
