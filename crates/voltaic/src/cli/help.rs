@@ -1,28 +1,56 @@
 //! `fit --help`: fixed options, then every key with its description and default, from the schema.
 
+use clap::Args;
 use serde_json::Value;
 
-use super::request::Verb;
+use super::request::{GenerateArgs, QuantizeArgs, ShowArgs, Verb};
 use crate::config::{Key, Layers, first_paragraph, inline, keys, wrap};
 
 /// Column where descriptions are broken.
 const WIDTH: usize = 100;
 
-/// What `graph show` does beside what the keys say.
+/// What `graph show` does.
 const SHOW_HELP: &str = "Shows what a compiled training step of the first batch consists of, before and after the passes of compile.\n\
-     RUN is the folder of a run, RECIPE a YAML file.\n\n\
-     \x20     --all                 every operator, with dtype, shape, bytes, lifetime and chain\n\
-     \x20     --picture FILE        also draw memory over the operators, as SVG\n\n";
+     RUN is the folder of a run, RECIPE a YAML file.\n\n";
+
+/// The options of a verb beside those of all, from what the command line is parsed with.
+fn own_options(verb: Verb) -> String {
+    let options = clap::Command::new("");
+    let options = match verb {
+        Verb::Generate => GenerateArgs::augment_args(options),
+        Verb::Quantize => QuantizeArgs::augment_args(options),
+        Verb::Graph => ShowArgs::augment_args(options),
+        Verb::Fit | Verb::Validate | Verb::Test | Verb::Predict => options,
+    };
+    let line = |argument: &clap::Arg| {
+        let value = argument.get_value_names().filter(|_| argument.get_action().takes_values());
+        let value = value.into_iter().flatten().map(|name| format!(" {name}")).collect::<String>();
+        let option = format!("--{}{value}", argument.get_long()?);
+        let help = argument.get_help().map(ToString::to_string).unwrap_or_default();
+        let mut text = format!("      {option}");
+        let mut at = text.len();
+        for line in wrap(&help, WIDTH - 28) {
+            let space = 28_usize.saturating_sub(at);
+            text += &if at > 26 { format!("\n{:28}", "") } else { " ".repeat(space) };
+            text += &line;
+            at = usize::MAX;
+        }
+        Some(text + "\n")
+    };
+    options.get_arguments().filter_map(line).collect()
+}
 
 /// Help of a verb. Classes that the other arguments choose show their keys.
 pub(super) fn run_help(program: &str, verb: Verb, layers: &Layers) -> String {
-    let (verb, own) = match verb {
+    let own = own_options(verb);
+    let (verb, about) = match verb {
         Verb::Graph => ("graph show [RUN|RECIPE]", SHOW_HELP),
         verb => (verb.as_str(), ""),
     };
     let mut text = format!(
         "Usage: {program} {verb} [--config FILE]... [--KEY=VALUE]...\n\n\
-         {own}Options:\n\
+         {about}Options:\n\
+         {own}\
          \x20 -c, --config FILE       YAML file with the keys below; may be repeated, later files win\n\
          \x20     --print_config[=HOW]  print the whole configuration as YAML and end; HOW is skip_default,\n\
          \x20                           comments, or both with a comma between\n\

@@ -8,7 +8,6 @@ use voltaic::precision::fp8::{
 };
 
 use crate::alone;
-use crate::operators::CPU;
 
 #[derive(Deserialize)]
 struct Case {
@@ -164,9 +163,8 @@ fn state_has_the_same_size_after_many_steps_and_layers_are_not_parameters() {
     assert!(sizes().is_empty());
     run(&layer, &recipe, &[1.0]);
     let first = sizes();
-    run(&layer, &recipe, &vec![1.0; if cfg!(debug_assertions) { 500 } else { 10_000 }]);
+    run(&layer, &recipe, &[1.0; 10_000]);
     assert_eq!(first, sizes());
     let names: Vec<String> = layer.state_dict().into_iter().map(|(name, _)| name).collect();
     assert_eq!(names, ["weight", "bias"]);
-    assert_eq!(Tensor::zeros([1], (Kind::Float, CPU)).numel(), 1);
 }

@@ -415,11 +415,13 @@ fn prefix_of(module: &dyn Module, config: &QuantConfig, folders: &[PathBuf]) -> 
         observer.measuring.written.lock().unwrap_or_else(PoisonError::into_inner).clone()
     });
     own.or_else(|| latest(folders, config.observer)).ok_or_else(|| {
-        let folders: Vec<String> = folders.iter().map(|folder| folder.display().to_string()).collect();
+        let is_named = |folder: &&PathBuf| !folder.as_os_str().is_empty();
+        let folders: Vec<String> =
+            folders.iter().filter(is_named).map(|folder| folder.display().to_string()).collect();
         let what = format!(
-            "Failed to load file {MEASURE}_hooks_{}.json: it is neither in {} nor in a folder of these",
+            "Failed to load file {MEASURE}_hooks_{}.json: it is not in {}, nor in their folders",
             config.observer,
-            folders.join(" nor in ")
+            folders.join(", ")
         );
         let remedy = "run predict with quant=false first, or name the folder of the measurements by fp8_data_path, HABANA_LOGS or \
                       dump_stats_path";

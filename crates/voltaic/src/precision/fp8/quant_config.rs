@@ -326,9 +326,12 @@ impl Inference {
                     _ => None,
                 };
                 if let Some(asked) = asked.filter(|asked| *asked != config.mode) {
-                    let what = format!("mode {} contradicts {key}={quant}, which is {asked}", config.mode);
+                    let what = format!(
+                        "mode {} of {origin} contradicts {key}={quant}, which is {asked}",
+                        config.mode
+                    );
                     let remedy = "unset QUANT_CONFIG, change its mode, or give the settings as quant";
-                    return Err(ConfigError::new(format!("{origin}.mode"), what, remedy).into());
+                    return Err(ConfigError::new(key, what, remedy).into());
                 }
                 (config, origin)
             }
@@ -464,7 +467,7 @@ mod tests {
         assert_eq!(path(Some("/d"), Some("/l")), Some("/d/inc_output/measure".into()));
         assert_eq!(path(None, Some("/l")), Some("/l/inc_output/measure".into()));
         for (quant, env, expected) in [
-            (json!(true), Some(&measure), "mode MEASURE contradicts P.quant=true"),
+            (json!(true), Some(&measure), ") contradicts P.quant=true, which is QUANTIZE"),
             (json!(7), None, "must be either a bool, file path or a dictionary. Got 7"),
             (json!("/nowhere.json"), None, "/nowhere.json"),
             (json!(bad), None, "Can't load"),

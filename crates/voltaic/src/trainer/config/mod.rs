@@ -79,7 +79,7 @@ pub struct TrainerConfig {
     pub sync_batchnorm: bool,
     /// How often all ranks are started again from the last checkpoint after one has failed.
     pub max_restarts: u64,
-    /// Number format of the computation: `32-true`, `bf16-mixed`, `16-mixed`, `bf16-true`, `16-true`, `64-true`; also
+    /// Number format of the computation: `32-true`, `bf16-mixed`, `16-mixed`, `fp8`, `bf16-true`, `16-true`, `64-true`; also
     /// written `32`, `bf16`, `16`, `64`.
     pub precision: Option<serde_json::Value>,
     /// Stop after so many epochs; -1 for no limit. 1000 if neither this nor `max_steps` is set.

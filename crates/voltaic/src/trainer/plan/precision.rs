@@ -33,7 +33,11 @@ pub(crate) fn resolve_precision(
     }
     if config.plugins.iter().any(is_deepspeed) {
         let what = "DeepSpeedPrecisionPlugin without a DeepSpeed strategy".to_owned();
-        problems.add("plugins", what, "set trainer.strategy=deepspeed, or trainer.precision");
+        problems.add(
+            "plugins",
+            what,
+            "set trainer.strategy=deepspeed; elsewhere HPUPrecisionPlugin or trainer.precision say the same",
+        );
     }
     let plugins: Vec<&HpuPrecisionPlugin> = config
         .plugins

@@ -171,8 +171,7 @@ impl<M: LightningModule> Session<'_, M> {
                     "{} divides the weights among ranks, and the precision plugin quantizes them",
                     self.run.engine.strategy.name()
                 );
-                let remedy =
-                    "call convert_modules before predict, or use ddp, or a file of `voltaic quantize`";
+                let remedy = "call convert_modules before predict, or use ddp";
                 return Err(ConfigError::new("trainer.strategy", what, remedy).into());
             }
             quant::convert_in_run(module, inference, &self.run.facts.log_dir)?;
