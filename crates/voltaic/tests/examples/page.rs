@@ -221,7 +221,12 @@ fn is_a_test(name: &str) -> bool {
     }
     let (module, test) = path.split_once("::").unwrap_or(("main", path));
     let source = read(folder.join(format!("tests/{binary}/{module}.rs")));
-    source.contains(&format!("#[test]\nfn {test}() {{\n"))
+    let is_row = |line: &str| line.trim_start().starts_with(&format!("{test}: "));
+    let mut rows = source
+        .split("\non_ranks_tests! {\n")
+        .skip(1)
+        .flat_map(|rows| rows.lines().take_while(|line| *line != "}"));
+    source.contains(&format!("#[test]\nfn {test}() {{\n")) || rows.any(is_row)
 }
 
 #[test]
