@@ -15,7 +15,7 @@ use crate::error::{GraphError, Result};
 /// use voltaic::graph::{CompileBackend, CompileConfig, CompileOptions};
 ///
 /// let options = CompileOptions { use_eager_fallback: Some(false), ..CompileOptions::default() };
-/// let builder = voltaic::Trainer::builder().compile(CompileConfig { options, ..CompileBackend::HpuBackend.into() });
+/// let builder = voltaic::trainer::Trainer::builder().compile(CompileConfig { options, ..CompileBackend::HpuBackend.into() });
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(from = "Written", into = "Written")]
