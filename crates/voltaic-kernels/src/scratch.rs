@@ -1,7 +1,6 @@
 //! Buffers that a thread keeps from one call of a kernel to the next.
 //!
-//! They are known here, so that whoever counts memory of this process can ask for them ([`scratch_bytes`]), and so that those that nothing uses go back: after
-//! a while, and all at once when memory runs short. A thread that finds its buffer in another's hands makes a new one.
+//! [`scratch_bytes`] counts them. Idle buffers are freed after a while, and all at once when memory runs short. A thread that finds its buffer in another's hands makes a new one.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};

@@ -27,14 +27,11 @@ fn own_options(verb: Verb) -> String {
         let value = value.into_iter().flatten().map(|name| format!(" {name}")).collect::<String>();
         let option = format!("--{}{value}", argument.get_long()?);
         let help = argument.get_help().map(ToString::to_string).unwrap_or_default();
-        let mut text = format!("      {option}");
-        let mut at = text.len();
-        for line in wrap(&help, WIDTH - 28) {
-            let space = 28_usize.saturating_sub(at);
-            text += &if at > 26 { format!("\n{:28}", "") } else { " ".repeat(space) };
-            text += &line;
-            at = usize::MAX;
-        }
+        let indent = format!("\n{:28}", "");
+        let begin = format!("{:28}", format!("      {option}"));
+        let is_long = begin.trim_end().len() > 26;
+        let begin = if is_long { begin.trim_end().to_owned() + &indent } else { begin };
+        let text = begin + &wrap(&help, WIDTH - 28).join(&indent);
         Some(text + "\n")
     };
     options.get_arguments().filter_map(line).collect()
