@@ -2,7 +2,7 @@
 
 CARGO ?= cargo
 
-.PHONY: help setup setup-cuda demo examples test stress test-cuda check check-aarch64 fmt lint doc bench bench-generation bench-micro clean
+.PHONY: help setup setup-cuda demo examples test stress test-cuda check check-aarch64 fmt lint doc book bench bench-generation bench-micro clean
 
 help: ## says what there is
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -55,6 +55,9 @@ lint: setup ## clippy, warnings are errors
 
 doc: setup ## documentation, warnings are errors
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps
+
+book: ## makes a site of the pages in target/book/html, by mdBook
+	@scripts/book.sh
 
 bench: setup ## voltaic beside its peers, into docs/benchmarks; takes ROUNDS=7 THREADS=1,2 WORKLOADS=mlp,cnn PRECISIONS=32-true ACCELERATOR=cuda
 	@bench/setup.sh

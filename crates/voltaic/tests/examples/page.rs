@@ -284,6 +284,17 @@ fn anchors(page: &str) -> BTreeSet<String> {
     lines.map(|line| anchor(line.trim_start_matches('#'))).collect()
 }
 
+/// It is the contents of the site of pages, too.
+#[test]
+fn the_table_of_pages_in_readme_has_all_of_them() {
+    let readme = fs::read_to_string(root().join("README.md")).unwrap();
+    let docs = fs::read_dir(root().join("docs")).unwrap();
+    let names = docs.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let pages = names.filter(|name| name.ends_with(".md"));
+    let missing: Vec<String> = pages.filter(|name| !readme.contains(&format!("](docs/{name})"))).collect();
+    assert!(missing.is_empty(), "{missing:?}");
+}
+
 #[test]
 fn links_of_all_pages_lead_somewhere() {
     let docs = fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().path());
