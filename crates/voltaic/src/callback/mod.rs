@@ -3,6 +3,7 @@
 //! A callback sees a [`HookContext`](crate::module::HookContext) and the module's tree, never the trainer; it acts through the context
 //! (`log`, `log_metrics`, `request_stop`, `request_checkpoint`).
 
+mod backbone_finetuning;
 mod claims;
 mod cpu_stats;
 mod device_stats_monitor;
@@ -24,6 +25,7 @@ mod timer;
 mod weight_averaging;
 
 pub use crate::module::Callback;
+pub use backbone_finetuning::{BackboneFinetuning, BackboneFinetuningConfig};
 pub use device_stats_monitor::{DeviceStatsMonitor, DeviceStatsMonitorConfig};
 pub use early_stopping::{EarlyStopping, EarlyStoppingConfig, StoppingReason};
 pub use gradient_accumulation_scheduler::{

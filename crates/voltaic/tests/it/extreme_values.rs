@@ -119,6 +119,7 @@ fn arguments(key: &Key) -> Vec<String> {
             "EarlyStopping" => &["monitor=val_loss"],
             "StochasticWeightAveraging" => &["swa_lrs=0.1"],
             "GradientAccumulationScheduler" => &["scheduling={1: 2}"],
+            "BackboneFinetuning" => &["backbone=fc1"],
             _ => &[],
         };
         words.extend(required.iter().map(|word| format!("--{place}.{word}")));

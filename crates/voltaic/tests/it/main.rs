@@ -19,6 +19,7 @@ mod accelerator_values;
 mod activation_checkpointing;
 mod autograd;
 mod away;
+mod backbone_finetuning;
 mod batch_size_finder;
 mod callbacks;
 mod calls;

@@ -2,16 +2,19 @@
 
 use std::path::{Path, PathBuf};
 
-use voltaic::callback::{Callback, ModelCheckpoint, ModelCheckpointConfig};
+use voltaic::callback::{
+    BackboneFinetuning, BackboneFinetuningConfig, Callback, LambdaCallback, ModelCheckpoint,
+    ModelCheckpointConfig,
+};
 use voltaic::checkpoint::Checkpoint;
 use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::nn::{Linear, ModuleExt};
 use voltaic::optim::{AdamW, Lion, Optimizers};
 use voltaic::strategy::{DdpConfig, DeepSpeedStrategy, Strategy, Zero, ZeroConfig, ZeroStage};
 use voltaic::trainer::TrainerBuilder;
-use voltaic::{Module, Tensor};
+use voltaic::{Kind, Module, Tensor};
 
-use crate::checkpoints::resumed;
+use crate::checkpoints::{full_checkpoint, resumed};
 use crate::models::{Batch, Small, all_loaders, loaders, numbered};
 use crate::ranks::{STAGES, assert_same, on_ranks_in_turn, silent, weights};
 use crate::shards::{SaveAfter, sorted};
@@ -178,7 +181,50 @@ fn unfreezes(ranks: usize, folder: &Path) {
     }
 }
 
+/// A head that is trained alone for an epoch: the same bits with each strategy, and after a resume in each epoch.
+fn trains_the_head_first(ranks: usize, folder: &Path) {
+    let mut expected: Option<Vec<(String, Tensor)>> = None;
+    let bf16 = |(name, weight): (String, Tensor)| (name, weight.to_kind(Kind::BFloat16));
+    let untouched: Vec<_> = sorted(weights(&Small::new())).into_iter().map(bf16).collect();
+    for strategy in ["ddp"].into_iter().chain(STAGES) {
+        let of_strategy = folder.join(strategy);
+        let path = move |epoch: u64| of_strategy.join(format!("{epoch}.ckpt"));
+        let run = |max_epochs, from: Option<&Path>| {
+            let config = BackboneFinetuningConfig {
+                backbone: "first".into(),
+                unfreeze_backbone_at_epoch: 1,
+                ..Default::default()
+            };
+            let to = path.clone();
+            let save = LambdaCallback::new().on_train_batch_end(move |ctx, _| {
+                if ctx.batch_idx() == 1 {
+                    ctx.request_checkpoint(full_checkpoint(to(ctx.current_epoch())));
+                }
+                Ok(())
+            });
+            let builder = silent(ranks, strategy, folder).precision("bf16-true").max_epochs(max_epochs);
+            let builder = builder.callback(BackboneFinetuning::new(config)).callback(save);
+            let mut net = Small { has_masters: strategy == "ddp", ..Small::new() };
+            resumed(builder, from).fit(&mut net, &mut all_loaders(24 * ranks as i64)).unwrap();
+            sorted(weights(&net))
+        };
+        let alone = run(1, None);
+        assert_same(strategy, &alone[..2], &untouched[..2]); // `first.bias` and `first.weight`
+        let all = run(3, None);
+        assert_ne!(all[1], untouched[1], "{strategy}");
+        for epoch in 0..3 {
+            let path = path(epoch);
+            assert_same(&format!("{strategy}, resumed in epoch {epoch}"), &run(3, Some(&path)), &all);
+        }
+        match &expected {
+            Some(expected) => assert_same(strategy, &all, expected),
+            None => expected = Some(all),
+        }
+    }
+}
+
 on_ranks_tests! {
+    a_head_is_trained_alone_at_first: 2, trains_the_head_first;
     parameters_that_are_left_out_must_be_frozen: 2, refuses;
     an_unfrozen_layer_has_one_master_weight: 2, unfreezes;
 }

@@ -4,13 +4,13 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::callback::{
-    Callback, DeviceStatsMonitor, DeviceStatsMonitorConfig, EarlyStopping, EarlyStoppingConfig,
-    EmaWeightAveragingConfig, GradientAccumulationScheduler, GradientAccumulationSchedulerConfig,
-    LambdaCallback, LearningRateMonitor, LearningRateMonitorConfig, ModelCheckpoint, ModelCheckpointConfig,
-    ModelSummary, ModelSummaryConfig, OnExceptionCheckpoint, OnExceptionCheckpointConfig, PredictionWriter,
-    PredictionWriterConfig, ProgressBar, ProgressBarConfig, StochasticWeightAveraging,
-    StochasticWeightAveragingConfig, ThroughputMonitor, ThroughputMonitorConfig, Timer, TimerConfig,
-    WeightAveraging, WeightAveragingConfig,
+    BackboneFinetuning, BackboneFinetuningConfig, Callback, DeviceStatsMonitor, DeviceStatsMonitorConfig,
+    EarlyStopping, EarlyStoppingConfig, EmaWeightAveragingConfig, GradientAccumulationScheduler,
+    GradientAccumulationSchedulerConfig, LambdaCallback, LearningRateMonitor, LearningRateMonitorConfig,
+    ModelCheckpoint, ModelCheckpointConfig, ModelSummary, ModelSummaryConfig, OnExceptionCheckpoint,
+    OnExceptionCheckpointConfig, PredictionWriter, PredictionWriterConfig, ProgressBar, ProgressBarConfig,
+    StochasticWeightAveraging, StochasticWeightAveragingConfig, ThroughputMonitor, ThroughputMonitorConfig,
+    Timer, TimerConfig, WeightAveraging, WeightAveragingConfig,
 };
 use crate::config::conversions;
 use crate::error::ConfigError;
@@ -32,6 +32,8 @@ pub enum CallbackConfig {
     Timer(TimerConfig),
     /// Changes how many batches make an optimizer step as training proceeds.
     GradientAccumulationScheduler(GradientAccumulationSchedulerConfig),
+    /// Freezes one module of the network, and trains it from an epoch on.
+    BackboneFinetuning(BackboneFinetuningConfig),
     /// Keeps an equal average of the weights.
     WeightAveraging(WeightAveragingConfig),
     /// Keeps an exponential moving average of the weights.
@@ -77,6 +79,7 @@ impl CallbackConfig {
             Self::GradientAccumulationScheduler(config) => {
                 Box::new(GradientAccumulationScheduler::from_config(config)?)
             }
+            Self::BackboneFinetuning(config) => Box::new(BackboneFinetuning::new(config)),
             Self::WeightAveraging(config) => Box::new(WeightAveraging::new(config)),
             Self::EmaWeightAveraging(config) => Box::new(WeightAveraging::ema(config)?),
             Self::StochasticWeightAveraging(config) => {
