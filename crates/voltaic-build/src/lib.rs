@@ -31,7 +31,9 @@ pub fn link() {
 pub fn link_arguments(libtorch_lib: &str) -> Vec<String> {
     // lazy: another libtorch may lack a function; then the loader's "undefined symbol" would come before voltaic can say
     // which libtorch was loaded
-    let mut arguments = vec![format!("-Wl,-rpath,{libtorch_lib}"), "-Wl,-z,lazy".to_owned()];
+    // beside the program first: `voltaic bundle` puts the libraries there
+    let rpath = format!("-Wl,-rpath,$ORIGIN/lib:{libtorch_lib}");
+    let mut arguments = vec![rpath, "-Wl,-z,lazy".to_owned()];
     arguments.extend(TCH_FUNCTIONS.map(|symbol| format!("-Wl,--wrap={symbol}")));
     arguments
 }

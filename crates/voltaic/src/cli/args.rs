@@ -40,6 +40,7 @@ pub(super) enum Command {
     Env(EnvArgs),
     New(PathBuf),
     Plot(PlotArgs),
+    Bundle(BundleArgs),
     Launch(LaunchArgs),
     Convert(ConvertArgs),
     Run(Box<RunArgs>),
@@ -119,6 +120,8 @@ enum VerbArgs {
     },
     /// Draw the metrics of several runs in one picture, as PNG.
     Plot(PlotArgs),
+    /// Put the program into a folder with the libraries that it needs, to be copied to other machines.
+    Bundle(BundleArgs),
     /// Run a verb with several processes, by torchrun's flags: `voltaic run --nproc_per_node=2 fit --config run.yaml`.
     #[command(name = "run")]
     Launch(LaunchArgs),
@@ -284,6 +287,17 @@ pub(super) struct PlotArgs {
     pub output: PathBuf,
 }
 
+/// Options of `bundle`.
+#[derive(Args)]
+pub(super) struct BundleArgs {
+    /// The folder, which is made.
+    #[arg(value_name = "DIR")]
+    pub folder: PathBuf,
+    /// A program that `voltaic_build::link` linked, in place of this one.
+    #[arg(long, value_name = "FILE")]
+    pub program: Option<PathBuf>,
+}
+
 /// Options of `env`.
 #[derive(Args)]
 pub(super) struct EnvArgs {
@@ -364,6 +378,7 @@ pub(super) fn parse(program: &str, arguments: Vec<OsString>, has_colour: bool) -
         Some(VerbArgs::Schema) => Command::Schema,
         Some(VerbArgs::Completion { shell }) => Command::Completion(shell),
         Some(VerbArgs::Plot(arguments)) => Command::Plot(arguments),
+        Some(VerbArgs::Bundle(arguments)) => Command::Bundle(arguments),
         Some(VerbArgs::Launch(arguments)) => Command::Launch(arguments),
         Some(VerbArgs::New { path }) => Command::New(path),
         Some(VerbArgs::Convert(arguments)) => Command::Convert(arguments),

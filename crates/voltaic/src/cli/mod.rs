@@ -109,6 +109,7 @@ fn dispatch(
         }
         Command::Convert(arguments) => console.print(&commands::convert(&arguments)?),
         Command::Plot(arguments) => console.print(&commands::plot(&arguments)?),
+        Command::Bundle(arguments) => console.print(&commands::bundle(&arguments)?),
         Command::Launch(arguments) => match commands::launch(&arguments)? {},
         Command::New(path) => console.print(&commands::new(&path)?),
         Command::Run(arguments) => commands::run(registry, program, &arguments, variables, console),

@@ -21,6 +21,7 @@ mod autograd;
 mod away;
 mod backbone_finetuning;
 mod batch_size_finder;
+mod bundle;
 mod callbacks;
 mod calls;
 mod calls_in_runs;

@@ -1,5 +1,6 @@
 //! The verbs. A verb is a file here, a variant in `args.rs` and a line in `cli::dispatch`.
 
+mod bundle;
 mod convert;
 mod devices;
 mod env;
@@ -11,6 +12,7 @@ mod run;
 mod schema;
 mod version;
 
+pub(super) use bundle::bundle;
 pub(super) use convert::convert;
 pub(super) use devices::devices;
 pub(super) use env::env;
