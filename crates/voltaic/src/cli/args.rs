@@ -167,6 +167,10 @@ pub(super) struct ConvertArgs {
     /// Rename GPT-2's or ResNet's weights.
     #[arg(long, value_enum)]
     pub names: Option<Names>,
+    /// Begin names with TO that begin with FROM, which may be empty: `--rename model.= --rename backbone.=features.`; of several the
+    /// first that fits. Of weights alone.
+    #[arg(long, value_name = "FROM=TO", value_parser = renamed)]
+    pub rename: Vec<(String, String)>,
     /// Leave out the training state.
     #[arg(long = "weights_only")]
     pub weights_only: bool,
@@ -190,6 +194,13 @@ pub(super) struct ConvertArgs {
     /// How many times the size of a file of PyTorch or Lightning, or of a folder, its values and tensors may take, and 64 MiB more.
     #[arg(long = "max_growth", value_name = "N", default_value_t = ReadLimits::default().max_growth)]
     pub max_growth: u64,
+}
+
+/// `FROM=TO`.
+fn renamed(text: &str) -> Result<(String, String), String> {
+    let split = text.split_once('=').filter(|(from, to)| from != to);
+    let (from, to) = split.ok_or("give FROM=TO, such as model.= to take a prefix off")?;
+    Ok((from.to_owned(), to.to_owned()))
 }
 
 /// A format of checkpoints.

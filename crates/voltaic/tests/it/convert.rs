@@ -294,6 +294,40 @@ fn weights_go_through_all_formats() {
 }
 
 #[test]
+fn names_begin_as_they_are_renamed() {
+    let folder = TempDir::new().unwrap();
+    let [from, to, again] =
+        ["a.safetensors", "b.safetensors", "c.safetensors"].map(|name| folder.path().join(name));
+    let tensor = Tensor::arange(3, (Kind::Float, CPU));
+    let named = |name: &str| (name.to_owned(), tensor.shallow_clone());
+    let old = ["model.backbone.0.weight", "model.head.weight", "scale"];
+    voltaic::checkpoint::write_weights(&old.map(named), &from).unwrap();
+    let written = |path: &Path| {
+        let names = Checkpoint::load(path).unwrap().weights.into_iter().map(|(name, _)| name);
+        let mut names: Vec<String> = names.collect();
+        names.sort();
+        names
+    };
+    convert(&from, &to, &["--rename", "model.backbone.=features.", "--rename", "model.="]);
+    assert_eq!(written(&to), ["features.0.weight", "head.weight", "scale"]);
+    convert(&to, &again, &["--rename", "=net."]);
+    assert_eq!(written(&again), ["net.features.0.weight", "net.head.weight", "net.scale"]);
+    for (rules, named) in [
+        (["--rename=none.=a.", "--rename=model.="], "none.=a. begins with none."),
+        (["--rename=model.backbone.0=x", "--rename=model.head=x"], "two weights would be x.weight"),
+        (["--rename=model", "--rename=model.="], "give FROM=TO"),
+    ] {
+        let output =
+            voltaic(&[&["convert", from.to_str().unwrap(), to.to_str().unwrap()], &rules[..]].concat());
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && text.contains(named), "{rules:?}: {text}");
+    }
+    let lightning =
+        voltaic(&["convert", fixture("lightning.ckpt").to_str().unwrap(), "x.ckpt", "--rename=fc1.=a."]);
+    assert!(String::from_utf8_lossy(&lightning.stderr).contains("add --weights_only"), "{lightning:?}");
+}
+
+#[test]
 fn weights_are_written_from_their_master_weights() {
     let folder = TempDir::new().unwrap();
     let (own, output) = (folder.path().join("own.ckpt"), |name: &str| folder.path().join(name));

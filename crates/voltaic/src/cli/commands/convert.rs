@@ -76,7 +76,8 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
     let is_of_weights = |format: Format| matches!(format, Format::Safetensors | Format::StateDict);
     let chosen = arguments.to.or(by_extension);
     refuse_unused(arguments, is_deepspeed)?;
-    if is_folder && arguments.names.is_none() && chosen == Some(Format::Safetensors) {
+    let keeps_names = arguments.names.is_none() && arguments.rename.is_empty();
+    if is_folder && keeps_names && chosen == Some(Format::Safetensors) {
         return export(arguments, limits);
     }
     let is_torch = !is_folder && !is_deepspeed && starts_with_zip(input)?;
@@ -109,6 +110,7 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
         Some(Names::ToHuggingface) => checkpoint.weights = to_hugging_face(&checkpoint.weights)?,
         None => {}
     }
+    rename(&mut checkpoint, &arguments.rename, is_of_weights(format))?;
     if is_of_weights(format) && (checkpoint.training.is_some() || is_folder) {
         notes.push(LEFT_OUT.to_owned());
     }
@@ -141,6 +143,42 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
         checkpoint.meta.global_step
     );
     Ok(text)
+}
+
+/// Renames weights by what their names begin with.
+fn rename(
+    checkpoint: &mut Checkpoint,
+    rules: &[(String, String)],
+    drops_training: bool,
+) -> Result<(), ConfigError> {
+    if rules.is_empty() {
+        return Ok(());
+    }
+    let refuse = |what, remedy| Err(ConfigError::new("convert --rename", what, remedy));
+    if checkpoint.training.is_some() && !drops_training {
+        return refuse("the training state has the names, too".to_owned(), "add --weights_only");
+    }
+    let mut is_used = vec![false; rules.len()];
+    let mut renamed = |name: &mut String| {
+        let found = rules.iter().zip(&mut is_used).find(|((from, _), _)| name.starts_with(from));
+        if let Some(((from, to), is_used)) = found {
+            *is_used = true;
+            name.replace_range(..from.len(), to);
+        }
+    };
+    checkpoint.weights.iter_mut().for_each(|(name, _)| renamed(name));
+    checkpoint.meta.frozen.iter_mut().for_each(&mut renamed);
+    if let Some(((from, to), _)) = rules.iter().zip(is_used).find(|(_, is_used)| !is_used) {
+        return refuse(format!("no name that is left for {from}={to} begins with {from}"), "leave it out");
+    }
+    let mut names: Vec<&str> = checkpoint.weights.iter().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    match names.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => {
+            refuse(format!("two weights would be {}", pair[0]), "rename one of them to another name")
+        }
+        None => Ok(()),
+    }
 }
 
 fn how_to_read(arguments: &ConvertArgs, weights_only: bool) -> Result<DeepSpeedRead, Error> {
