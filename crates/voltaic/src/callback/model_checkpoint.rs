@@ -10,10 +10,10 @@ use voltaic_macros::Defaults;
 use super::claims::Claims;
 use super::file_name::{FileName, Value, is_last_name};
 use super::time_span::TimeSpan;
-use crate::checkpoint::{CheckpointPaths, is_checkpoint_below, remove_leftovers};
+use crate::checkpoint::{CheckpointPaths, is_checkpoint_below, peek, remove_leftovers};
 use crate::config::expand_home;
 use crate::data::Stage;
-use crate::error::ConfigError;
+use crate::error::{ConfigError, first_of};
 use crate::lightning::Callback;
 use crate::module::{CheckpointRequest, HookContext};
 use crate::nn::Module;
@@ -128,9 +128,19 @@ struct State {
     best_model_score: Option<f64>,
     last_model_path: Option<PathBuf>,
     last_step_saved: Option<u64>,
+    /// The file of that step, if the model was among the best.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    newest: Option<PathBuf>,
     /// A save that waits for the validation that follows.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     deferred: bool,
+}
+
+/// Files of the step that a run resumes from which are not there: the process ended between two files of one moment.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+struct Unwritten {
+    newest: Option<BestModel>,
+    is_last: bool,
 }
 
 /// Saves checkpoints during fit; see [`ModelCheckpointConfig`]. Source: Lightning's `ModelCheckpoint`.
@@ -139,6 +149,8 @@ pub struct ModelCheckpoint {
     config: ModelCheckpointConfig,
     file_name: FileName,
     state: State,
+    /// To be written when training starts.
+    unwritten: Unwritten,
     /// Names that are taken, but have no file yet.
     claims: Claims,
     /// Something was saved in this fit.
@@ -201,6 +213,7 @@ impl ModelCheckpoint {
                     config,
                     file_name,
                     state,
+                    unwritten: Unwritten::default(),
                     claims: Claims::default(),
                     has_saved: false,
                     has_validated: false,
@@ -293,6 +306,7 @@ impl ModelCheckpoint {
             self.request(ctx, path, None, with_file);
         }
         self.state.last_step_saved = Some(ctx.global_step());
+        self.state.newest.clone_from(&newest);
         self.has_saved = true;
         self.last_time = Instant::now();
         if self.config.verbose {
@@ -355,6 +369,10 @@ impl ModelCheckpoint {
         ctx.request_checkpoint(CheckpointRequest { path, weights_only, link_to, then_remove });
     }
 
+    fn keeps_last(&self) -> bool {
+        !matches!(self.config.save_last, SaveLast::No | SaveLast::Copy(false))
+    }
+
     fn update_best(&mut self) {
         let kept = self.state.earlier_best.iter().chain(&self.state.best_k_models);
         let best = kept.reduce(|best, next| match (best.score, next.score) {
@@ -364,6 +382,66 @@ impl ModelCheckpoint {
         });
         self.state.best_model_path = best.map(|best| best.path.clone());
         self.state.best_model_score = best.and_then(|best| best.score);
+    }
+
+    /// Drops checkpoints that the state names and that are not there. Those of the step that the run resumes from are left to
+    /// [`Self::write_unwritten`].
+    ///
+    /// # Collective
+    /// If the state names a checkpoint. Rank 0 looks, since others may not see the folder.
+    fn forget_missing_files(&mut self, ctx: &HookContext) -> crate::Result<()> {
+        let State { best_k_models, earlier_best, last_model_path, .. } = &self.state;
+        if best_k_models.is_empty() && earlier_best.is_none() && last_model_path.is_none() {
+            return Ok(());
+        }
+        let saved_now = self.state.last_step_saved.filter(|step| *step == ctx.global_step());
+        let own = self.state.newest.iter().filter(|newest| saved_now.is_some() && is_missing(newest));
+        let mut own = own.filter(|newest| is_checkpoint_below(&self.state.dirpath, newest));
+        let is_stale = |last: &PathBuf, step| {
+            is_missing(last) || peek(last).is_ok_and(|beginning| beginning.global_step < step)
+        };
+        let last = last_model_path.as_ref().filter(|_| self.keeps_last()).zip(saved_now);
+        let is_last = last.is_some_and(|(last, step)| is_stale(last, step));
+        let named = best_k_models.iter().chain(earlier_best).map(|kept| &kept.path);
+        let missing: Vec<&PathBuf> = named.filter(|path| is_missing(path)).collect();
+        let found = (missing.into_iter().cloned().collect::<Vec<_>>(), own.next().cloned(), is_last);
+        let (missing, own, is_last) = of_rank_zero(ctx, found)?;
+        let newest = best_k_models.iter().find(|kept| Some(&kept.path) == own.as_ref()).cloned();
+        let is_gone = |kept: &BestModel| missing.contains(&kept.path);
+        let gone = missing.iter().filter(|path| newest.as_ref().is_none_or(|newest| newest.path != **path));
+        let gone: Vec<String> = gone.map(|path| path.display().to_string()).collect();
+        if !gone.is_empty() && ctx.is_global_zero() {
+            let all = first_of(&gone, 5);
+            tracing::warn!(
+                "the checkpoint names {all} among the best, which is not there: its score no longer counts"
+            );
+        }
+        if missing.is_empty() && !is_last {
+            return Ok(());
+        }
+        self.state.best_k_models.retain(|kept| !is_gone(kept));
+        self.state.earlier_best.take_if(|kept| is_gone(kept));
+        self.unwritten = Unwritten { newest, is_last };
+        self.update_best();
+        Ok(())
+    }
+
+    /// Writes what the process that the run resumes ended before.
+    fn write_unwritten(&mut self, ctx: &mut HookContext) {
+        let Unwritten { newest, is_last } = std::mem::take(&mut self.unwritten);
+        let newest = newest.map(|kept| {
+            self.state.best_k_models.push(kept.clone());
+            self.update_best();
+            self.request(ctx, kept.path.clone(), None, None);
+            kept.path
+        });
+        if newest.is_none() && !is_last {
+            return;
+        }
+        if ctx.is_global_zero() {
+            tracing::info!("writing what the resumed run ended before, at global_step {}", ctx.global_step());
+        }
+        self.update_last(ctx, newest.or_else(|| self.state.newest.clone()), None);
     }
 
     /// Drops checkpoints that the state names outside the folder: the state may have been read from a file, and what it
@@ -418,6 +496,11 @@ fn of_rank_zero<T: Serialize + serde::de::DeserializeOwned>(ctx: &HookContext, v
         Some(group) => group.broadcast_object(&value, 0),
         None => Ok(value),
     }
+}
+
+/// Whether a folder is there, and has no such file. One that was moved or is not mounted may have it.
+fn is_missing(path: &Path) -> bool {
+    !path.exists() && path.parent().is_some_and(Path::exists)
 }
 
 /// Index of the checkpoint that goes first when there is no room.
@@ -477,12 +560,20 @@ impl Callback for ModelCheckpoint {
 
     fn on_fit_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
         let dirpath = self.config.dirpath.clone().unwrap_or_else(|| ctx.log_dir().join("checkpoints"));
+        self.unwritten = Unwritten::default();
+        self.state.last_step_saved.take_if(|step| *step > ctx.global_step()); // that was another fit
+        self.forget_missing_files(ctx)?;
         if !self.state.dirpath.as_os_str().is_empty() && self.state.dirpath != dirpath {
             tracing::info!(
                 "checkpoints of the resumed run are in {}; this run saves to {} and keeps those",
                 self.state.dirpath.display(),
                 dirpath.display()
             );
+            if let Some(kept) = &mut self.unwritten.newest
+                && let Ok(name) = kept.path.strip_prefix(&self.state.dirpath)
+            {
+                kept.path = dirpath.join(name);
+            }
             self.state.best_k_models.clear();
             let score = self.state.best_model_score;
             self.state.earlier_best =
@@ -494,10 +585,14 @@ impl Callback for ModelCheckpoint {
         self.has_saved = false;
         self.has_validated = false;
         self.last_time = Instant::now();
-        self.state.last_step_saved.take_if(|step| *step > ctx.global_step()); // that was another fit
         if !ctx.facts().fast_dev_run {
             remove_leftovers(&self.state.dirpath);
         }
+        Ok(())
+    }
+
+    fn on_train_start(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.write_unwritten(ctx);
         Ok(())
     }
 
@@ -576,9 +671,9 @@ impl Callback for ModelCheckpoint {
     }
 
     fn on_train_end(&mut self, ctx: &mut HookContext, _module: &mut dyn Module) -> anyhow::Result<()> {
-        let keeps_last = !matches!(self.config.save_last, SaveLast::No | SaveLast::Copy(false));
-        if keeps_last && !self.has_saved && !self.skips(ctx) {
+        if self.keeps_last() && !self.has_saved && !self.skips(ctx) {
             self.state.last_step_saved = Some(ctx.global_step());
+            self.state.newest = None;
             self.save_last(ctx, None, None);
         }
         Ok(())

@@ -9,11 +9,11 @@ use serde_json::Value;
 use tempfile::TempDir;
 use voltaic::callback::{LambdaCallback, LinkText, ModelCheckpoint, ModelCheckpointConfig, SaveLast};
 use voltaic::checkpoint::{AsyncCheckpointIo, Checkpoint, CheckpointIo, FileCheckpointIo};
-use voltaic::logger::CsvLogger;
+use voltaic::logger::{CsvLogger, CsvLoggerConfig, Version};
 use voltaic::trainer::{Trainer, TrainerBuilder};
 
 use crate::ddp::{FOLDER, folder_of_parent};
-use crate::probe::{Probe, loaders, names, own_process, plays, silent, text_of};
+use crate::probe::{Probe, files, loaders, names, own_process, plays, silent, text_of};
 use crate::rng::seeded;
 
 /// Keeps a checkpoint of each second step.
@@ -245,4 +245,155 @@ fn what_killed_runs_have_left_goes_when_the_next_begins() {
     assert!(root.path().join("lightning_logs/version_1").exists());
     own.iter().for_each(|name| assert!(!version.join(name).exists(), "{name}"));
     foreign.iter().for_each(|name| assert!(version.join(name).exists(), "{name}"));
+}
+
+/// Keeps what is on disk after each file that is written, linked or removed, as a process that is killed then leaves it.
+struct Moments {
+    folder: PathBuf,
+    kept: PathBuf,
+    count: Arc<Mutex<usize>>,
+}
+
+impl Moments {
+    fn keep(&mut self, done: voltaic::Result<()>) -> voltaic::Result<()> {
+        let mut count = self.count.lock().unwrap();
+        copy_files(&self.folder, &self.kept.join(count.to_string()));
+        *count += 1;
+        done
+    }
+}
+
+impl CheckpointIo for Moments {
+    fn save_checkpoint(
+        &mut self,
+        checkpoint: &Checkpoint,
+        path: &Path,
+        options: Option<&Value>,
+    ) -> voltaic::Result<()> {
+        let done = FileCheckpointIo.save_checkpoint(checkpoint, path, options);
+        self.keep(done)
+    }
+
+    fn remove_checkpoint(&mut self, path: &Path) -> voltaic::Result<()> {
+        let done = FileCheckpointIo.remove_checkpoint(path);
+        self.keep(done)
+    }
+
+    fn link_checkpoint(&mut self, target: &Path, path: &Path) -> voltaic::Result<()> {
+        let done = FileCheckpointIo.link_checkpoint(target, path);
+        self.keep(done)
+    }
+}
+
+/// Copies the files of a folder, links as links.
+fn copy_files(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let (path, to) = (entry.as_ref().unwrap().path(), to.join(entry.unwrap().file_name()));
+        match std::fs::read_link(&path) {
+            Ok(target) => std::os::unix::fs::symlink(target, to).unwrap(),
+            Err(_) => std::fs::copy(&path, to).map(drop).unwrap(),
+        }
+    }
+}
+
+type Build = fn(TrainerBuilder, &dyn Fn(&str, Option<&str>, i64) -> ModelCheckpointConfig) -> TrainerBuilder;
+
+/// Three callbacks that save at the end of each epoch; the best epochs are not the last.
+fn by_epochs(
+    builder: TrainerBuilder,
+    saver: &dyn Fn(&str, Option<&str>, i64) -> ModelCheckpointConfig,
+    save_last: SaveLast,
+) -> TrainerBuilder {
+    let savers = [
+        saver("newest", None, 1),
+        ModelCheckpointConfig { save_last, ..saver("val", Some("val_loss"), 1) },
+        saver("train", Some("train_loss"), 2),
+    ];
+    savers.into_iter().fold(builder.max_epochs(3), |builder, config| {
+        builder.callback(ModelCheckpoint::new(config).unwrap())
+    })
+}
+
+/// A run that writes its rows and checkpoints to one folder below `root`.
+fn fit_in_folder(build: Build, root: &Path, io: Option<Moments>, is_resumed: bool) -> Trainer {
+    const VAL_LOSSES: &[f64] = &[0.5, 0.25, 0.75];
+    let logger = CsvLoggerConfig {
+        version: Some(Version::Name("v".to_owned())),
+        plots: false,
+        ..CsvLoggerConfig::default()
+    };
+    let folder = root.join("lightning_logs/v");
+    let builder =
+        Trainer::builder().default_root_dir(root).enable_progress_bar(false).log_every_n_steps(1_u64);
+    let builder = builder.enable_model_summary(false).with_logger(CsvLogger::from_config(logger, root));
+    let saver = |name: &str, monitor: Option<&str>, save_top_k| ModelCheckpointConfig {
+        dirpath: Some(folder.clone()),
+        filename: Some(format!("{name}-{{epoch}}-{{step}}")),
+        monitor: monitor.map(str::to_owned),
+        save_top_k,
+        ..ModelCheckpointConfig::default()
+    };
+    let mut builder = build(builder, &saver);
+    if let Some(io) = io {
+        builder = builder.checkpoint_io(io);
+    }
+    let mut trainer = builder.build().unwrap();
+    if is_resumed {
+        trainer.ckpt_path("last");
+    }
+    trainer.fit(&mut Probe::logging(VAL_LOSSES), &mut loaders()).unwrap();
+    trainer
+}
+
+/// State of the callbacks that save, by name, in a checkpoint of the last step in a folder.
+fn states_of(folder: &Path) -> Vec<(String, Value)> {
+    let saved = files(folder).into_iter().filter(|path| path.extension().is_some_and(|end| end == "ckpt"));
+    let saved = saved.map(|path| Checkpoint::load(path).unwrap());
+    let json = saved.max_by_key(|saved| saved.meta.global_step).unwrap().training.unwrap().json;
+    let states: Vec<(String, Value)> = serde_json::from_value(json["callbacks"].clone()).unwrap();
+    states.into_iter().filter(|(key, _)| key.starts_with("ModelCheckpoint")).collect()
+}
+
+/// A process may be killed between two of the files of a moment, the first of which names the others already.
+#[test]
+fn a_run_killed_between_two_files_writes_the_rest_when_it_is_resumed() {
+    let _rng = seeded(1);
+    let builds: [Build; 2] = [
+        |builder, saver| by_epochs(builder, saver, SaveLast::Copy(true)),
+        |builder, saver| by_epochs(builder, saver, SaveLast::Link(LinkText::Link)),
+    ];
+    for (number, build) in builds.into_iter().enumerate() {
+        let (root, kept) = (TempDir::new().unwrap(), TempDir::new().unwrap());
+        let folder = root.path().join("lightning_logs/v");
+        let count = Arc::new(Mutex::new(0));
+        let moments =
+            Moments { folder: folder.clone(), kept: kept.path().to_path_buf(), count: Arc::clone(&count) };
+        fit_in_folder(build, root.path(), Some(moments), false);
+        let (expected, states) = (files(&folder), states_of(&folder));
+        let content = |path: &PathBuf| match path.extension().is_some_and(|end| end == "ckpt") {
+            true => {
+                format!("{:?}", Vec::<f32>::try_from(&Checkpoint::load(path).unwrap().weights[0].1).unwrap())
+            }
+            false => std::fs::read_to_string(path).unwrap(),
+        };
+        let contents: Vec<String> = expected.iter().map(content).collect();
+        let count = *count.lock().unwrap();
+        assert!(count >= 4, "{count}");
+        for moment in 0..count {
+            let at = format!("build {number}, after {moment} of {count}");
+            std::fs::remove_dir_all(&folder).unwrap();
+            copy_files(&kept.path().join(moment.to_string()), &folder);
+            let left = files(&folder);
+            fit_in_folder(build, root.path(), None, true);
+            let found = files(&folder);
+            let more = found.iter().filter(|path| !expected.contains(path)).collect::<Vec<_>>();
+            assert!(more.iter().all(|path| left.contains(path)), "{at}: {more:?}");
+            for (path, own) in expected.iter().zip(&contents) {
+                assert!(found.contains(path), "{at}: {} is not among {found:?}", path.display());
+                assert_eq!(content(path), *own, "{at}: {}", path.display());
+            }
+            assert_eq!(states_of(&folder), states, "{at}");
+        }
+    }
 }

@@ -42,6 +42,9 @@ impl<M: LightningModule> Session<'_, M> {
             }
         }
         self.call(Hook::OnTrainStart, BatchFacts::default())?;
+        if self.run.resumed_from.is_some() {
+            self.write_checkpoints()?; // files of the checkpoint's moment that were not written
+        }
         self.last_validation = Instant::now();
         self.run.at.has_begun = true;
         while !self.is_done(loaders) {

@@ -132,8 +132,10 @@ fn best(run: &Run) -> Result<PathBuf, Problem> {
         let what = format!("`best`, but there is no checkpoint in {}", places.text());
         return Err(Problem::new(what, format!("fit first, or {remedy}")));
     };
-    let best = match peek(&newest).map(|beginning| beginning.training) {
-        Ok(Some(training)) => best_of(&training, run),
+    let beginning = peek(&newest);
+    let step = beginning.as_ref().map_or(0, |beginning| beginning.global_step);
+    let best = match beginning.map(|beginning| beginning.training) {
+        Ok(Some(training)) => best_of(&training, step, run),
         Ok(None) => {
             return refuse(format!(
                 "`best`, but {}, the newest checkpoint, holds weights only and does not tell which is best",
@@ -142,7 +144,7 @@ fn best(run: &Run) -> Result<PathBuf, Problem> {
         }
         Err(error) => return refuse(format!("`best`, but the newest checkpoint does not tell: {error}")),
     };
-    let Some(best) = best else {
+    let Some((best, is_of_newest)) = best else {
         return refuse(format!(
             "`best`, but {}, the newest checkpoint, has no state of a ModelCheckpoint that names one",
             newest.display()
@@ -155,6 +157,13 @@ fn best(run: &Run) -> Result<PathBuf, Problem> {
     let moved = newest.ancestors().skip(1).zip(ends).map(|(folder, end): (_, PathBuf)| folder.join(end));
     match std::iter::once(best.clone()).chain(moved).find(|path| path.exists()) {
         Some(found) => Ok(found),
+        None if is_of_newest => {
+            let [best, newest_file] = [&best, &newest].map(|path| path.display());
+            tracing::info!(
+                "the run ended before it wrote {best}, the best; {newest_file} has the same weights"
+            );
+            Ok(newest)
+        }
         None => refuse(format!(
             "`best` is {} according to {}, but that file is neither there nor beside it",
             best.display(),
@@ -163,16 +172,19 @@ fn best(run: &Run) -> Result<PathBuf, Problem> {
     }
 }
 
-/// What the state of a ModelCheckpoint in a checkpoint names as best; of one that this run has, if there are several.
-fn best_of(training: &Value, run: &Run) -> Option<PathBuf> {
+/// What the state of a ModelCheckpoint in a checkpoint of `step` names as best, and whether that is of this step; of one that this run has,
+/// if there are several.
+fn best_of(training: &Value, step: u64, run: &Run) -> Option<(PathBuf, bool)> {
     let states = training["callbacks"].as_array()?.iter();
     let named = states.filter_map(|saved| {
-        let key = saved[0].as_str().filter(|key| key.starts_with("ModelCheckpoint"))?;
-        Some((key, saved[1]["best_model_path"].as_str()?))
+        let (key, state) = (saved[0].as_str().filter(|key| key.starts_with("ModelCheckpoint"))?, &saved[1]);
+        let best = state["best_model_path"].as_str()?;
+        Some((key, best, state["newest"] == best && state["last_step_saved"] == step))
     });
-    let named: Vec<(&str, &str)> = named.collect();
-    let own = |(key, _): &&(&str, &str)| run.callbacks.iter().any(|callback| callback.state_key() == *key);
-    named.iter().find(own).or(named.first()).map(|(_, path)| PathBuf::from(path))
+    let named: Vec<(&str, &str, bool)> = named.collect();
+    let own =
+        |(key, ..): &&(&str, &str, bool)| run.callbacks.iter().any(|callback| callback.state_key() == *key);
+    named.iter().find(own).or(named.first()).map(|(_, path, is_of_step)| (PathBuf::from(path), *is_of_step))
 }
 
 /// What the callbacks of this trainer have saved, also those that a module has replaced by others.
