@@ -315,6 +315,17 @@ fn by_epochs(
     })
 }
 
+/// A limit within the second epoch, which ends with its hooks and files.
+fn by_steps(
+    builder: TrainerBuilder,
+    saver: &dyn Fn(&str, Option<&str>, i64) -> ModelCheckpointConfig,
+) -> TrainerBuilder {
+    let steps = ModelCheckpointConfig { every_n_train_steps: Some(4), ..saver("steps", None, -1) };
+    [steps, saver("train", Some("train_loss"), -1)]
+        .into_iter()
+        .fold(builder.max_steps(8), |builder, config| builder.callback(ModelCheckpoint::new(config).unwrap()))
+}
+
 /// A run that writes its rows and checkpoints to one folder below `root`.
 fn fit_in_folder(build: Build, root: &Path, io: Option<Moments>, is_resumed: bool) -> Trainer {
     const VAL_LOSSES: &[f64] = &[0.5, 0.25, 0.75];
@@ -355,13 +366,15 @@ fn states_of(folder: &Path) -> Vec<(String, Value)> {
     states.into_iter().filter(|(key, _)| key.starts_with("ModelCheckpoint")).collect()
 }
 
-/// A process may be killed between two of the files of a moment, the first of which names the others already.
+/// A process may be killed between two of the files of a moment, the first of which names the others already, and between the last
+/// file of a limit within an epoch and the epoch's end.
 #[test]
 fn a_run_killed_between_two_files_writes_the_rest_when_it_is_resumed() {
     let _rng = seeded(1);
-    let builds: [Build; 2] = [
+    let builds: [Build; 3] = [
         |builder, saver| by_epochs(builder, saver, SaveLast::Copy(true)),
         |builder, saver| by_epochs(builder, saver, SaveLast::Link(LinkText::Link)),
+        |builder, saver| by_steps(builder, saver),
     ];
     for (number, build) in builds.into_iter().enumerate() {
         let (root, kept) = (TempDir::new().unwrap(), TempDir::new().unwrap());

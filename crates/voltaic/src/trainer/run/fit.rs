@@ -47,6 +47,9 @@ impl<M: LightningModule> Session<'_, M> {
         }
         self.last_validation = Instant::now();
         self.run.at.has_begun = true;
+        if self.resumes_at_cut() {
+            self.train_epoch(loaders)?; // its hooks and files; no batch
+        }
         while !self.is_done(loaders) {
             if self.run.at.progress.epoch_ended {
                 self.run.at.progress.enter_next_epoch();
@@ -74,9 +77,9 @@ impl<M: LightningModule> Session<'_, M> {
         if validation_is_open || schedules_are_open {
             // the checkpoint was written before they were done
             self.finish_batch(loaders, validation_is_open.then_some(Validation::Scheduled))?;
-            if self.must_stop() {
-                return self.end_epoch(loaders);
-            }
+        }
+        if self.must_stop() {
+            return self.end_epoch(loaders);
         }
         let range = EpochRange {
             epoch: self.run.at.progress.current_epoch,
@@ -407,6 +410,14 @@ impl<M: LightningModule> Session<'_, M> {
             return Some(format!("max_steps={max} is reached at global_step {}", progress.global_step));
         }
         self.stop_is_granted().then(|| self.stop_reason())
+    }
+
+    /// Whether this run is resumed where a limit or a stop has cut an epoch short: the checkpoint is from before the epoch's end.
+    fn resumes_at_cut(&self) -> bool {
+        let Progress { current_epoch, batch_idx, epoch_ended, .. } = self.run.at.progress;
+        let is_within =
+            batch_idx > 0 && !epoch_ended && self.plan.max_epochs.is_none_or(|max| current_epoch < max);
+        self.run.resumed_from.is_some() && is_within && self.must_stop()
     }
 
     fn must_stop(&self) -> bool {
