@@ -28,7 +28,8 @@ pub trait Logger: Send {
         Ok(())
     }
 
-    /// Rows so far, also those of an earlier run that were kept. A checkpoint has this number.
+    /// Rows so far, also those of an earlier run that were kept; or another measure by which [`Logger::resume`] finds the place. A
+    /// checkpoint has this number.
     fn num_rows(&self) -> u64 {
         0
     }

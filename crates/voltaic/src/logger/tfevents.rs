@@ -20,6 +20,11 @@ pub fn write_record(writer: &mut impl Write, bytes: &[u8]) -> std::io::Result<()
     writer.write_all(&masked_crc32c(bytes).to_le_bytes())
 }
 
+/// Bytes of a record in a file.
+pub(super) fn framed(bytes: &[u8]) -> u64 {
+    8 + 4 + bytes.len() as u64 + 4
+}
+
 /// Reads one record; `None` at the end of the file, also in the middle of a record that is still being written.
 ///
 /// # Errors
@@ -122,6 +127,9 @@ impl Message {
     }
 }
 
+/// A `SessionLog` with status START.
+const START_STATUS: [u8; 2] = [1 << 3, 1];
+
 /// One `Event`.
 #[derive(Debug, Clone)]
 pub struct Event(Message);
@@ -134,8 +142,7 @@ impl Event {
 
     /// The start of a session: TensorBoard drops what was written before it from `step` on.
     pub fn session_start(wall_time: f64, step: u64) -> Self {
-        const START: u64 = 1;
-        let session = Message::default().int(1, START);
+        let session = Message(START_STATUS.to_vec());
         Self(Message::default().double(1, wall_time).int(2, step).message(7, &session))
     }
 
@@ -155,6 +162,57 @@ impl Event {
     pub fn encode(&self) -> &[u8] {
         &self.0.0
     }
+}
+
+/// What a record says of how it changes what TensorBoard shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Effect {
+    /// It shows values of a step.
+    Values(u64),
+    /// It drops what was written before it, from a step on.
+    Drops(u64),
+}
+
+impl Effect {
+    /// That of a record that was read; `None` without one, or if the record is not an `Event`.
+    pub(super) fn of(mut record: &[u8]) -> Option<Self> {
+        let (mut step, mut has_values, mut drops) = (0, false, false);
+        while !record.is_empty() {
+            let key = take_varint(&mut record)?;
+            let length = match key & 7 {
+                0 => {
+                    let value = take_varint(&mut record)?;
+                    step = if key >> 3 == 2 { value } else { step };
+                    continue;
+                }
+                1 => 8,
+                5 => 4,
+                _ => usize::try_from(take_varint(&mut record)?).ok()?,
+            };
+            let (content, rest) = record.split_at_checked(length)?;
+            record = rest;
+            has_values |= key >> 3 == 5;
+            drops |= key >> 3 == 7 && content.starts_with(&START_STATUS);
+        }
+        match (drops, has_values) {
+            (true, _) => Some(Self::Drops(step)),
+            (false, true) => Some(Self::Values(step)),
+            (false, false) => None,
+        }
+    }
+}
+
+fn take_varint(bytes: &mut &[u8]) -> Option<u64> {
+    let mut value = 0;
+    for shift in (0..64).step_by(7) {
+        let (byte, rest) = bytes.split_first()?;
+        *bytes = rest;
+        value |= u64::from(byte & 0x7f) << shift;
+        if *byte < 0x80 {
+            return Some(value);
+        }
+    }
+    None
 }
 
 /// The three events of a run for TensorBoard's HPARAMS page: which hyper-parameters and metrics there are, the values, and the end.
@@ -250,6 +308,21 @@ mod tests {
             });
         }
         fields
+    }
+
+    #[test]
+    fn the_effect_of_a_record_is_read_back() {
+        let values = [("loss".to_owned(), 0.5)];
+        let effect = |event: Event| Effect::of(event.encode());
+        assert_eq!(effect(Event::scalars(1.0, 300, &values)), Some(Effect::Values(300)));
+        assert_eq!(effect(Event::scalars(1.0, 0, &values)), Some(Effect::Values(0)));
+        assert_eq!(effect(Event::session_start(1.0, 1 << 40)), Some(Effect::Drops(1 << 40)));
+        assert_eq!(effect(Event::version(1.0)), None);
+        let whole = Event::scalars(1.0, 300, &values);
+        for length in 1..whole.encode().len() {
+            assert!(Effect::of(&whole.encode()[..length]).is_none_or(|effect| effect == Effect::Values(300)));
+        }
+        assert_eq!(Effect::of(&[0xff; 20]), None);
     }
 
     #[test]

@@ -171,6 +171,7 @@ fn fit_with_rows(
     let list = json!([
         {"class_path": "CSVLogger", "init_args": {"version": "v", "plots": false, "flush_logs_every_n_steps": 1}},
         {"class_path": "JsonLinesLogger", "init_args": {"version": "v"}},
+        {"class_path": "TensorBoardLogger", "init_args": {"version": "v"}},
     ]);
     let saver = ModelCheckpointConfig {
         dirpath: Some(root.join("saved")),
@@ -279,6 +280,37 @@ fn tensorboard_shows_the_steps_after_a_checkpoint_once() {
         &mut found,
     );
     assert_eq!(found, expected);
+}
+
+/// All that TensorBoard shows of a folder.
+fn shown(folder: &Path) -> BTreeMap<String, Vec<(u64, f32)>> {
+    let mut found = BTreeMap::new();
+    files(folder)
+        .iter()
+        .filter(|path| path.to_str().unwrap().contains("tfevents"))
+        .for_each(|path| add_scalars(path, &mut found));
+    found.values_mut().for_each(|values| values.sort_by(|a, b| a.partial_cmp(b).unwrap()));
+    found
+}
+
+/// Also rows of the checkpoint's own step, of steps after it that were written before it, and of steps that go backwards.
+#[test]
+fn tensorboard_shows_all_rows_before_a_checkpoint() {
+    let root = TempDir::new().unwrap();
+    fit_with_rows(root.path(), None, (0, ""));
+    let folder = root.path().join("lightning_logs/v");
+    let expected = shown(&folder);
+    assert_eq!(
+        expected.keys().collect::<Vec<_>>(),
+        ["epoch", "own", "train_loss_epoch", "train_loss_step", "val_loss_epoch", "val_loss_step"]
+    );
+    // each run writes the later checkpoints again
+    for batch in [12, 7, 3, 9, 4, 5, 6] {
+        let saved = root.path().join(format!("saved/batch={batch}.ckpt"));
+        fit_with_rows(root.path(), Some(&saved), (0, ""));
+        assert_eq!(shown(&folder), expected, "from batch {batch}");
+    }
+    assert_eq!(names(&folder).len(), 8 + FILES.len());
 }
 
 #[test]

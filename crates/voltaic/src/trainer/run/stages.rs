@@ -243,14 +243,13 @@ impl<M: LightningModule> Session<'_, M> {
         self.run.engine.of_call.checkpoints = checkpoint_calls(self.module.as_dyn(), &self.plan.activations)?;
         let hyper_parameters =
             merged(self.module.hyper_parameters(), self.data.hyper_parameters(), self.plan)?;
-        let mut loggers = self.run.loggers.iter_mut().filter(|_| !hyper_parameters.is_null());
-        let logged = loggers.try_for_each(|logger| logger.log_hyperparams(&hyper_parameters));
-        self.compare_failures(logged)?;
         let resumed = checkpoint.map(|(loaded, path)| restore_training(self, loaded, path)).transpose()?;
-        if resumed.is_some() {
-            let resumed = self.run.resume_loggers();
-            self.compare_failures(resumed)?;
-        }
+        let logged = if resumed.is_some() { self.run.resume_loggers() } else { Ok(()) };
+        let mut loggers = self.run.loggers.iter_mut().filter(|_| !hyper_parameters.is_null());
+        let logged =
+            logged.and_then(|()| loggers.try_for_each(|logger| logger.log_hyperparams(&hyper_parameters)));
+        self.run.mark_rows();
+        self.compare_failures(logged)?;
         let val = self.sanity_check()?;
         let loaders = self.fit_loaders(val)?;
         if let Some(resumed) = resumed {
