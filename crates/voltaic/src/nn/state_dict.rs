@@ -11,7 +11,8 @@ use crate::nn::parameter::Parameter;
 /// Names that [`load_state_dict`](crate::nn::ModuleExt::load_state_dict) found on one side only; PyTorch's `_IncompatibleKeys`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct IncompatibleKeys {
-    /// Names of the module that the state does not have: their values are as they were.
+    /// Names of the module that the state does not have: their values are as they were. A tied parameter counts if none of its names
+    /// is there.
     pub missing_keys: Vec<String>,
     /// Names of the state that the module does not have: their values are not used.
     pub unexpected_keys: Vec<String>,
@@ -151,13 +152,14 @@ pub(super) fn load_each(
         );
         return refuse(what, how_to_rename(&keys.missing_keys, &unexpected));
     }
+    // one name of a tied parameter is enough
+    let filled: HashSet<u64> = copies.iter().filter_map(|(_, target)| target.id()).collect();
+    let is_absent = |(fqn, target): &&(String, StateEntry)| {
+        !given.contains_key(fqn.as_str()) && target.id().is_none_or(|id| !filled.contains(&id))
+    };
+    keys.missing_keys = own.iter().filter(is_absent).map(|(fqn, _)| fqn.clone()).collect();
     if strict {
-        // one name of a tied parameter is enough
-        let filled: HashSet<u64> = copies.iter().filter_map(|(_, target)| target.id()).collect();
-        let is_missing =
-            |(_, target): &&(String, StateEntry)| target.id().is_none_or(|id| !filled.contains(&id));
-        let absent = own.iter().filter(|(fqn, _)| !given.contains_key(fqn.as_str())).filter(is_missing);
-        problems.extend(absent.map(|(fqn, _)| format!("missing {fqn}")));
+        problems.extend(keys.missing_keys.iter().map(|fqn| format!("missing {fqn}")));
         let mut unexpected: Vec<String> =
             keys.unexpected_keys.iter().map(|name| format!("unexpected {name}")).collect();
         unexpected.sort();

@@ -297,7 +297,7 @@ pub(crate) fn check_tied(
         let [own, others] = [own, others].map(|values| values.f_to_kind(Kind::Double));
         if !own?.f_allclose(&others?, 0.0, 0.0, true)? {
             let what = format!("{first} and {other} are one parameter, and have different values");
-            let remedy = "leave one of the two names out and load with strict=false, or load into a module that does not tie them";
+            let remedy = "leave one of the two names out, or load into a module that does not tie them";
             let module = module.type_name().to_owned();
             return Err(CheckpointError::Mismatch { module, problem: Problem::new(what, remedy) }.into());
         }
