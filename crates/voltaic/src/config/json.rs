@@ -4,6 +4,7 @@
 use indexmap::IndexMap;
 use jsonc_parser::ast::Value as Json;
 use jsonc_parser::common::Ranged;
+use jsonc_parser::errors::ParseErrorKind;
 use jsonc_parser::{CollectOptions, CommentCollectionStrategy, ParseOptions, parse_to_ast};
 use serde_json::Value;
 
@@ -15,6 +16,11 @@ const MAX_BYTES: usize = 1 << 20;
 const MAX_VALUES: usize = 4096;
 const MAX_DEPTH: usize = 16;
 const TOO_LARGE: &str = "give settings only";
+const NEST_LESS: &str = "nest less";
+
+fn too_deep() -> String {
+    format!("sections deeper than {MAX_DEPTH}")
+}
 
 /// Reads the text of a file. `title` stands for the key in errors that are about the whole file, `path` is its name there.
 ///
@@ -38,7 +44,11 @@ pub(super) fn read(title: &str, path: &str, text: &str) -> Result<Node, ConfigEr
     let collect = CollectOptions { comments: CommentCollectionStrategy::Off, tokens: false };
     let options = ParseOptions { allow_missing_commas: false, ..ParseOptions::default() };
     let parsed = parse_to_ast(text, &collect, &options).map_err(|error| {
-        fail(reader.origin(error.range().start).label(), error.kind().to_string(), "write it as JSON")
+        let (what, remedy) = match error.kind() {
+            ParseErrorKind::NestingDepthExceeded => (too_deep(), NEST_LESS),
+            kind => (kind.to_string(), "write it as JSON"),
+        };
+        fail(reader.origin(error.range().start).label(), what, remedy)
     })?;
     let Some(value) = parsed.value else {
         return Err(fail(path.to_owned(), "it is empty".to_owned(), "write {} for the defaults"));
@@ -116,7 +126,7 @@ impl Reader<'_> {
     fn node(&mut self, key: &str, value: &Json<'_>, origin: Origin, depth: usize) -> Node {
         self.num_values += 1;
         if depth > MAX_DEPTH {
-            self.report(key, &origin, format!("sections deeper than {MAX_DEPTH}"), "nest less");
+            self.report(key, &origin, too_deep(), NEST_LESS);
         }
         if depth > MAX_DEPTH || self.num_values > MAX_VALUES {
             return Node::scalar(Value::Null, origin);

@@ -90,20 +90,30 @@ fn of_other_module<M: LightningModule>(
     loaded: &Opened,
     path: &Path,
 ) -> Error {
-    let Error::Checkpoint(CheckpointError::Mismatch { module, problem: Problem { what, remedy } }) = error
-    else {
-        return error;
-    };
     let (saved, own) = (&loaded.checkpoint.meta.module, Module::type_name(session.module));
-    let file = path.display();
-    let problem = match saved.is_empty() || saved == own {
-        true => Problem { what: format!("{file}: {what}"), remedy },
-        false => Problem::new(
-            format!("{file} is of a {saved}: {what}"),
-            format!("use it with a {saved}, or give a checkpoint of a {own}"),
-        ),
-    };
-    CheckpointError::Mismatch { module, problem }.into()
+    match error {
+        Error::Checkpoint(CheckpointError::Mismatch { module, problem })
+            if !saved.is_empty() && saved != own =>
+        {
+            let problem = Problem::new(
+                format!("{} is of a {saved}: {}", path.display(), problem.what),
+                format!("use it with a {saved}, or give a checkpoint of a {own}"),
+            );
+            CheckpointError::Mismatch { module, problem }.into()
+        }
+        other => of_file(other, path),
+    }
+}
+
+/// Says of what does not fit which file it is from.
+fn of_file(error: Error, path: &Path) -> Error {
+    match error {
+        Error::Checkpoint(CheckpointError::Mismatch { module, problem: Problem { what, remedy } }) => {
+            let problem = Problem::new(format!("{}: {what}", path.display()), remedy);
+            CheckpointError::Mismatch { module, problem }.into()
+        }
+        other => other,
+    }
 }
 
 /// Takes the weights; what is on one side only is an error if it is `strict`.
@@ -325,14 +335,15 @@ pub(crate) fn restore_training<M: LightningModule>(
         Some(unread) => {
             let groups: Vec<Value> = groups.collect();
             let read = restore_sharded(session, unread, groups)
-                .map(|whole| grads.into_iter().chain(whole).collect());
+                .map(|whole| grads.into_iter().chain(whole).collect())
+                .map_err(|error| of_file(error, &path));
             agreed(session.run.world(), "read", &path, read)?
         }
         None => {
             let states = training.optimizers.into_iter().zip(groups);
             let states = states.map(|(tensors, groups)| OptimizerState { tensors, groups });
             for (optimizer, state) in session.training.optimizers.iter_mut().zip(states) {
-                optimizer.load_state_dict(state)?;
+                optimizer.load_state_dict(state).map_err(|error| of_file(error, &path))?;
             }
             grads
         }
