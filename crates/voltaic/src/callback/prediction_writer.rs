@@ -316,7 +316,7 @@ fn digest(module: &dyn Module) -> Result<String> {
     let mut hasher = crc32fast::Hasher::new();
     for (name, parameter) in module.named_parameters() {
         hasher.update(format!("{name}{:?}", parameter.size()).as_bytes());
-        if !parameter.is_away() {
+        if !parameter.is_sharded() {
             let values = parameter.leaf().f_to_device(tch::Device::Cpu)?.f_to_kind(Kind::Double)?; // sync point
             for sum in [values.f_sum(Kind::Double)?, values.f_square()?.f_sum(Kind::Double)?] {
                 hasher.update(&sum.f_double_value(&[])?.to_le_bytes());

@@ -58,7 +58,7 @@ pub(super) struct Header {
 pub(super) fn dtype(tensor: &Tensor, name: &str, module: &str) -> Result<Dtype> {
     if !tensor.defined() {
         let what = format!("{name} is undefined");
-        return Err(cannot_hold(module, what, "try_state_dict returns why a weight could not be gathered"));
+        return Err(cannot_hold(module, what, "try_state_dict returns why a weight could not be unsharded"));
     }
     DtypeNames::of_kind(tensor.kind()).and_then(|dtype| dtype.safetensors).ok_or_else(|| {
         let what = format!("{name} has dtype {:?}, which safetensors cannot hold", tensor.kind());

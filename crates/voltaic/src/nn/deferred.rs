@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::Tensor;
 
-use super::parameter::{Gather, Parameter, note_made, take_made};
+use super::parameter::{Parameter, Sharding, note_made, take_made};
 use crate::error::Result;
 use crate::ffi::{self, ReleasableStorage};
 
@@ -23,16 +23,16 @@ const CPU: (i32, i32) = (0, 0);
 thread_local!(static SCOPE: RefCell<Option<Scope>> = const { RefCell::new(None) });
 
 /// Makes a module whose weights have no memory: the values that its layers draw on this thread, until `make` returns, are noted, and drawn
-/// when a weight is touched, bit for bit as without. The generator ends where it would have. While the module is made, one
+/// when a weight is accessed, bit for bit as without. The generator ends where it would have. While the module is made, one
 /// weight at a time has memory.
 ///
-/// With the strategy `zero3` weights then get their values module by module when a fit begins, and each rank keeps its part:
-/// a model that is larger than the memory of the host is never whole there (DeepSpeed's `zero.Init`, Lightning's
-/// `init_module(empty_init=True)`). With others they are whole from then on.
+/// With the strategy `zero3` weights then get their values module by module when a fit begins, and each rank keeps its shard:
+/// a model that is larger than the memory of the host is never unsharded there (DeepSpeed's `zero.Init`, Lightning's
+/// `init_module(empty_init=True)`). With others they are unsharded from then on.
 ///
 /// Weights that were changed by other means than this module's functions, smaller than 64 KiB, or brought into another
 /// layout, keep their memory. Build the trainer first, or call [`ffi::install_host_pool`]: the heap of libtorch's own allocator falls to pieces
-/// by weights that come and go, and grows as if they stayed. Do not hold tensors of weights across calls of these functions in `make`; hold the parameters.
+/// by weights that are made and freed in turn, and grows as if they stayed. Do not hold tensors of weights across calls of these functions in `make`; hold the parameters.
 ///
 /// ```
 /// use voltaic::nn::{Linear, init};
@@ -44,8 +44,8 @@ thread_local!(static SCOPE: RefCell<Option<Scope>> = const { RefCell::new(None) 
 /// let plain = [Linear::new(512, 512)?, Linear::new(512, 512)?];
 /// for (layer, plain) in layers.into_iter().zip(&plain) {
 ///     let weight = layer?.weight;
-///     assert!(weight.is_away());
-///     assert!(weight.equal(&plain.weight) && !weight.is_away());
+///     assert!(weight.is_sharded());
+///     assert!(weight.equal(&plain.weight) && !weight.is_sharded());
 /// }
 /// # Ok(())
 /// # }
@@ -106,13 +106,13 @@ impl fmt::Debug for Values {
     }
 }
 
-impl Gather for Deferred {
-    fn gather(&self, parameter: &Parameter) -> Result<()> {
+impl Sharding for Deferred {
+    fn unshard(&self, parameter: &Parameter) -> Result<()> {
         self.lock().restore()?;
-        parameter.set_away(false)
+        parameter.set_sharded(false)
     }
 
-    fn release(&self, _parameter: &Parameter, _is_changed: bool) -> Result<()> {
+    fn reshard(&self, _parameter: &Parameter, _is_changed: bool) -> Result<()> {
         Ok(())
     }
 
@@ -207,15 +207,15 @@ impl Scope {
         for parameter in take_made() {
             self.parameters.push((ffi::describe_storage(parameter.leaf())?.0, parameter));
         }
-        let own = self.parameters.iter().filter(|(other, parameter)| *other == id && parameter.is_away());
-        own.into_iter().try_for_each(|(_, parameter)| parameter.set_away(false))?;
+        let own = self.parameters.iter().filter(|(other, parameter)| *other == id && parameter.is_sharded());
+        own.into_iter().try_for_each(|(_, parameter)| parameter.set_sharded(false))?;
         self.free_others(Some(id));
         Ok(())
     }
 
     fn free_others(&mut self, id: Option<usize>) {
         for (other, parameter) in self.parameters.iter().filter(|(other, _)| Some(*other) != id) {
-            let Some(values) = self.values.get(other).filter(|_| !parameter.is_away()) else { continue };
+            let Some(values) = self.values.get(other).filter(|_| !parameter.is_sharded()) else { continue };
             // what cannot be freed stays
             if let Err(error) = free(values, parameter) {
                 tracing::debug!("a weight keeps its memory: {error}");
@@ -230,8 +230,8 @@ fn free(values: &Arc<Deferred>, parameter: &Parameter) -> Result<()> {
         return Ok(());
     }
     if !parameter.is_kept() {
-        parameter.attach_gather(values.clone())?;
+        parameter.attach_sharding(values.clone())?;
     }
     locked.storage.release()?;
-    parameter.set_away(true)
+    parameter.set_sharded(true)
 }

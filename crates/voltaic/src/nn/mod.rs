@@ -43,7 +43,6 @@ mod field;
 mod fp8_attention;
 mod fp8_linear;
 pub mod functional;
-mod gather;
 pub mod init;
 mod layers;
 mod metric;
@@ -62,6 +61,7 @@ pub mod te;
 mod tensor_tuple;
 mod tree;
 mod unit_grads;
+mod unshard;
 
 pub use buffer::Buffer;
 pub use callable::Callable;
@@ -87,8 +87,6 @@ pub use checkpoint_policy::CheckpointPolicy;
 pub(crate) use choice::kept_within;
 #[doc(hidden)]
 pub use field::Field;
-pub(crate) use gather::GatherWatch;
-pub use gather::take_gather_failure;
 pub use layers::activation::{Gelu, Identity, LeakyRelu, Relu, Sigmoid, Silu, Softmax, Tanh};
 pub use layers::attention::{AttentionMask, MultiheadAttention, MultiheadAttentionBuilder};
 pub use layers::batch_norm::{BatchNorm, BatchNorm1d, BatchNorm2d, BatchNormBuilder};
@@ -118,7 +116,7 @@ pub use module::{AsCode, AsModule, ModuleCode};
 pub use module::{Forward, Member, Module};
 pub(crate) use named::{is_member, modules_named};
 pub(crate) use parameter::GradShare;
-pub use parameter::{Gather, Logical, Parameter};
+pub use parameter::{Logical, Parameter, Sharding};
 pub(crate) use running_statistics::{EqualBatches, has_running_statistics, reset_running_statistics};
 pub use sequential::Sequential;
 pub(crate) use snapshot::{Snapshot, SnapshotParts};
@@ -131,3 +129,5 @@ pub(crate) use tree::{
     check_tied, frozen_parameters, load_state_dict_each, refuse_kept, state_dict_of, tied_names,
 };
 pub use unit_grads::UnitGrads;
+pub(crate) use unshard::UnshardWatch;
+pub use unshard::take_unshard_failure;

@@ -8,50 +8,50 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::{Kind, Tensor};
 
-use super::gather::note_failure;
 use super::parallel::shard::TensorShard;
+use super::unshard::note_failure;
 use crate::error::{ConfigError, Result};
 use crate::ffi;
 
-/// Keeps weights elsewhere, such as sharded over ranks, and gathers them; a strategy implements it.
+/// Keeps weights sharded over ranks, or elsewhere, and unshards them; a strategy implements it.
 ///
-/// A strategy attaches it with [`Parameter::attach_gather`], frees a weight's memory, and reports that with
-/// [`Parameter::set_away`]. From then on each use of the weight calls [`Gather::gather`].
-pub trait Gather: fmt::Debug + Send + Sync {
-    /// Makes the weight whole, in the memory of [`Parameter::leaf`], and reports that with [`Parameter::set_away`]. It stays until
-    /// the strategy takes it away again, mostly at the end of the step.
+/// A strategy attaches it with [`Parameter::attach_sharding`], frees a weight's memory, and reports that with
+/// [`Parameter::set_sharded`]. From then on each use of the weight calls [`Sharding::unshard`].
+pub trait Sharding: fmt::Debug + Send + Sync {
+    /// Unshards the weight, in the memory of [`Parameter::leaf`], and reports that with [`Parameter::set_sharded`]. It stays until
+    /// the strategy reshards it, mostly at the end of the step.
     ///
     /// # Collective
-    /// If weights are sharded over ranks: all ranks must touch the same weights in the same order.
+    /// If weights are sharded over ranks: all ranks must access the same weights in the same order.
     ///
     /// # Errors
-    /// Why the weight cannot be gathered.
-    fn gather(&self, parameter: &Parameter) -> Result<()>;
+    /// Why the weight cannot be unsharded.
+    fn unshard(&self, parameter: &Parameter) -> Result<()>;
 
-    /// As [`Gather::gather`], but [`Gather::release`] follows when the weight is not needed any more.
+    /// As [`Sharding::unshard`], but [`Sharding::reshard`] follows when the weight is not needed any more.
     ///
     /// # Errors
-    /// Why the weight cannot be gathered.
-    fn borrow(&self, parameter: &Parameter) -> Result<()> {
-        if parameter.is_away() { self.gather(parameter) } else { Ok(()) }
+    /// Why the weight cannot be unsharded.
+    fn unshard_for_use(&self, parameter: &Parameter) -> Result<()> {
+        if parameter.is_sharded() { self.unshard(parameter) } else { Ok(()) }
     }
 
-    /// A weight that is in memory is accessed.
+    /// A weight that is unsharded is accessed.
     ///
     /// # Errors
-    /// Why it cannot stay there.
-    fn touch(&self, _parameter: &Parameter) -> Result<()> {
+    /// Why it cannot stay unsharded.
+    fn keep_unsharded(&self, _parameter: &Parameter) -> Result<()> {
         Ok(())
     }
 
-    /// Ends [`Gather::borrow`]: [`Parameter::with_whole`] and [`Parameter::update`] call it when they do not need the whole weight
+    /// Ends [`Sharding::unshard_for_use`]: [`Parameter::with_whole`] and [`Parameter::update`] call it when they do not need the whole weight
     /// any more. With `is_changed` it was written to, and its present values must be kept.
     ///
     /// # Errors
     /// Why it cannot be kept.
-    fn release(&self, parameter: &Parameter, is_changed: bool) -> Result<()>;
+    fn reshard(&self, parameter: &Parameter, is_changed: bool) -> Result<()>;
 
-    /// Whether the weight is kept only until it is moved, cast or attached to a strategy: it is gathered first then, and detached.
+    /// Whether the weight is kept only until it is moved, cast or attached to a strategy: it gets its values first then, and is detached.
     fn is_provisional(&self) -> bool {
         false
     }
@@ -74,21 +74,21 @@ pub(super) fn take_made() -> Vec<Parameter> {
 /// A handle: clones and tied weights share one libtorch tensor, and moving it to another device or dtype keeps its
 /// identity, so that optimizers that hold it keep working. Layers reach their weights only through this type.
 ///
-/// A strategy may keep a weight elsewhere, sharded over several ranks or on the host, while it is not used: the parameter
-/// is *away* then. Its size, dtype, name and gradient are there; its values are gathered when they are touched, by
+/// A strategy may keep a weight sharded over several ranks, or on the host, while it is not used: the parameter is *sharded*
+/// then. Its size, dtype, name and gradient are there; it is unsharded when its values are accessed, by
 /// [`Parameter::tensor`] or by using the parameter as the tensor that it derefs to. Views of the values and detached
 /// tensors are then good until the end of the step only: copy what must last.
 pub struct Parameter {
     tensor: Tensor,
     shared: Arc<Shared>,
-    /// Stands for values that could not be gathered; made when it is needed.
+    /// Stands for the values of a weight that could not be unsharded; made when it is needed.
     missing: OnceCell<Tensor>,
 }
 
 /// What all handles have in common.
 struct Shared {
     id: u64,
-    /// [`KEPT`] and [`AWAY`]; 0 for a weight that is simply there.
+    /// [`KEPT`] and [`SHARDED`]; 0 for a weight that is simply there.
     flags: AtomicU8,
     state: Mutex<State>,
 }
@@ -96,13 +96,13 @@ struct Shared {
 /// A strategy keeps the values.
 const KEPT: u8 = 1;
 /// The values are not in memory.
-const AWAY: u8 = 2;
+const SHARDED: u8 = 2;
 
 #[derive(Default)]
 struct State {
     fqn: Option<Arc<str>>,
-    /// The attached [`Gather`], and shape and dtype of the whole weight.
-    gather: Option<(Arc<dyn Gather>, Logical)>,
+    /// The attached [`Sharding`], and shape and dtype of the whole weight.
+    sharding: Option<(Arc<dyn Sharding>, Logical)>,
     /// Of a weight of which this rank has a slice.
     shard: Option<Arc<TensorShard>>,
     grad_share: GradShare,
@@ -162,16 +162,16 @@ impl Parameter {
 
     /// The weights. Shares storage and gradient with every clone of this handle.
     ///
-    /// Gathers them if they are away. If that fails this is an undefined tensor, which operators refuse, and
-    /// [`take_gather_failure`](super::take_gather_failure) has the reason; [`Parameter::try_tensor`] returns it.
+    /// Unshards them if they are sharded. If that fails this is an undefined tensor, which operators refuse, and
+    /// [`take_unshard_failure`](super::take_unshard_failure) has the reason; [`Parameter::try_tensor`] returns it.
     pub fn tensor(&self) -> &Tensor {
         if self.shared.flags.load(Ordering::Acquire) == 0 { &self.tensor } else { self.fetched() }
     }
 
-    /// The weights, gathered if they are away.
+    /// The weights, unsharded if they are sharded.
     ///
     /// # Errors
-    /// Why they cannot be gathered.
+    /// Why they cannot be unsharded.
     pub fn try_tensor(&self) -> Result<&Tensor> {
         if self.shared.flags.load(Ordering::Acquire) != 0 {
             self.fetch()?;
@@ -179,12 +179,12 @@ impl Parameter {
         Ok(&self.tensor)
     }
 
-    /// Gathers those of a layer's parameters that are away; called at the start of its forward.
+    /// Unshards those of a layer's parameters that are sharded; called at the start of its forward.
     ///
     /// # Errors
-    /// Why one cannot be gathered. An undefined tensor would not do in place of a bias: libtorch takes it for no bias at
+    /// Why one cannot be unsharded. An undefined tensor would not do in place of a bias: libtorch takes it for no bias at
     /// all.
-    pub(crate) fn gather_all<const N: usize>(parameters: [Option<&Self>; N]) -> Result<()> {
+    pub(crate) fn unshard_all<const N: usize>(parameters: [Option<&Self>; N]) -> Result<()> {
         parameters.into_iter().flatten().try_for_each(|parameter| parameter.try_tensor().map(drop))
     }
 
@@ -206,14 +206,14 @@ impl Parameter {
                 "{name} is used, which the strategy shards: a replay would not unshard it; run without graphs, or with a strategy that does not shard weights"
             ));
         }
-        if !self.is_away() {
-            return self.attached_gather().map_or(Ok(()), |gather| gather.touch(self));
+        if !self.is_sharded() {
+            return self.sharding().map_or(Ok(()), |sharding| sharding.keep_unsharded(self));
         }
-        let Some(gather) = self.attached_gather() else {
-            return Err(self.lost("it is away, and no strategy keeps it"));
+        let Some(sharding) = self.sharding() else {
+            return Err(self.lost("it is sharded, and no strategy keeps it"));
         };
-        gather.gather(self)?;
-        if self.is_away() { Err(self.lost("its strategy has not gathered it")) } else { Ok(()) }
+        sharding.unshard(self)?;
+        if self.is_sharded() { Err(self.lost("its strategy has not unsharded it")) } else { Ok(()) }
     }
 
     fn lost(&self, what: &str) -> crate::error::Error {
@@ -222,17 +222,18 @@ impl Parameter {
     }
 
     /// The leaf of autograd that stands for this parameter: what gradients, hooks and optimizers are bound to. Its values
-    /// must not be read, since they may be away.
+    /// must not be read: it may be sharded.
     pub fn leaf(&self) -> &Tensor {
         &self.tensor
     }
 
-    /// Whether the values are not in memory.
-    pub fn is_away(&self) -> bool {
-        self.shared.has(AWAY)
+    /// Whether the values are not in memory: they are sharded, on the host, or not drawn yet. Not about shards of tensor
+    /// parallelism ([`Parameter::tensor_shard`]).
+    pub fn is_sharded(&self) -> bool {
+        self.shared.has(SHARDED)
     }
 
-    /// Whether a strategy keeps the values, so that they may be away at another time.
+    /// Whether a strategy keeps the values, so that the parameter may be sharded at another time.
     pub fn is_kept(&self) -> bool {
         self.shared.has(KEPT)
     }
@@ -240,9 +241,9 @@ impl Parameter {
     /// Runs `body` with the whole weight. If a strategy keeps the values, it may free them afterwards: copy what must last.
     ///
     /// # Errors
-    /// Why the weight cannot be gathered; those of `body`.
+    /// Why the weight cannot be unsharded; those of `body`.
     pub fn with_whole<T>(&self, body: impl FnOnce(&Tensor) -> Result<T>) -> Result<T> {
-        self.borrow_whole(false, body)
+        self.use_whole(false, body)
     }
 
     /// Runs `body` without autograd. It may write to the weight, and what it has written is kept wherever a strategy keeps the values.
@@ -251,21 +252,21 @@ impl Parameter {
     /// As [`Parameter::with_whole`].
     pub fn update<T>(&self, body: impl FnOnce(&Tensor) -> Result<T>) -> Result<T> {
         let _no_grad = tch::no_grad_guard();
-        self.borrow_whole(true, body)
+        self.use_whole(true, body)
     }
 
-    fn borrow_whole<T>(&self, is_changed: bool, body: impl FnOnce(&Tensor) -> Result<T>) -> Result<T> {
-        let Some(gather) = self.attached_gather() else { return body(self.try_tensor()?) };
-        gather.borrow(self)?;
+    fn use_whole<T>(&self, is_changed: bool, body: impl FnOnce(&Tensor) -> Result<T>) -> Result<T> {
+        let Some(sharding) = self.sharding() else { return body(self.try_tensor()?) };
+        sharding.unshard_for_use(self)?;
         let done = body(self.try_tensor()?);
-        let released = gather.release(self, is_changed);
-        done.and_then(|value| released.map(|()| value))
+        let resharded = sharding.reshard(self, is_changed);
+        done.and_then(|value| resharded.map(|()| value))
     }
 
     /// A copy of the whole weight if a strategy keeps it or ranks have slices of it, which lasts; else the weight itself.
     ///
     /// # Errors
-    /// Why it cannot be gathered.
+    /// Why it cannot be unsharded.
     ///
     /// # Collective
     /// If ranks have slices of the weight: all of them.
@@ -276,7 +277,7 @@ impl Parameter {
 
     /// The same of what this rank has.
     pub(crate) fn lasting_own(&self) -> Result<Tensor> {
-        if self.attached_gather().is_none_or(|gather| gather.is_provisional()) {
+        if self.sharding().is_none_or(|sharding| sharding.is_provisional()) {
             return Ok(self.try_tensor()?.f_detach()?);
         }
         let _no_grad = tch::no_grad_guard();
@@ -321,28 +322,28 @@ impl Parameter {
     ///
     /// # Errors
     /// [`ConfigError`] if another one keeps them.
-    pub fn attach_gather(&self, gather: Arc<dyn Gather>) -> Result<()> {
+    pub fn attach_sharding(&self, sharding: Arc<dyn Sharding>) -> Result<()> {
         self.end_provisional()?;
         let mut state = self.state();
-        if state.gather.is_some() {
+        if state.sharding.is_some() {
             drop(state);
             return Err(self.lost("another strategy keeps it"));
         }
         let logical = Logical { shape: self.tensor.size(), dtype: self.tensor.kind() };
-        state.gather = Some((gather, logical));
+        state.sharding = Some((sharding, logical));
         self.shared.set(KEPT, true);
         Ok(())
     }
 
-    /// Ends what [`Parameter::attach_gather`] began.
+    /// Ends what [`Parameter::attach_sharding`] began.
     ///
     /// # Errors
-    /// [`ConfigError`] if the values are away.
-    pub fn detach_gather(&self) -> Result<()> {
-        if self.is_away() {
-            return Err(self.lost("it is away"));
+    /// [`ConfigError`] if the parameter is sharded.
+    pub fn detach_sharding(&self) -> Result<()> {
+        if self.is_sharded() {
+            return Err(self.lost("it is sharded"));
         }
-        self.state().gather = None;
+        self.state().sharding = None;
         self.shared.set(KEPT, false);
         Ok(())
     }
@@ -351,11 +352,11 @@ impl Parameter {
     ///
     /// # Errors
     /// libtorch's.
-    pub fn set_away(&self, is_away: bool) -> Result<()> {
-        if is_away {
+    pub fn set_sharded(&self, is_sharded: bool) -> Result<()> {
+        if is_sharded {
             ffi::clear_autocast_cache()?; // it may hold this weight in another dtype
         }
-        self.shared.set(AWAY, is_away);
+        self.shared.set(SHARDED, is_sharded);
         Ok(())
     }
 
@@ -439,18 +440,18 @@ impl Parameter {
         Err(self.lost("its strategy keeps the values, which cannot be moved or cast meanwhile"))
     }
 
-    /// Gathers a weight with a provisional [`Gather`], and detaches that.
+    /// Gives a weight with a provisional [`Sharding`] its values, and detaches that.
     pub(crate) fn end_provisional(&self) -> Result<()> {
         if !self.is_provisional() {
             return Ok(());
         }
         self.fetch()?;
-        self.detach_gather()
+        self.detach_sharding()
     }
 
     /// Whether its initial values are drawn when they are needed: see [`init::deferred`](crate::nn::init::deferred).
     pub(crate) fn is_provisional(&self) -> bool {
-        self.attached_gather().is_some_and(|gather| gather.is_provisional())
+        self.sharding().is_some_and(|sharding| sharding.is_provisional())
     }
 
     /// The number of handles.
@@ -458,14 +459,14 @@ impl Parameter {
         Arc::strong_count(&self.shared)
     }
 
-    /// Detaches a provisional [`Gather`] without gathering the values; the caller must replace them by [`Parameter::set_data`] at
+    /// Detaches a provisional [`Sharding`] without the values; the caller must replace them by [`Parameter::set_data`] at
     /// once. Returns whether there was one.
     pub(crate) fn drop_provisional(&self) -> Result<bool> {
         if !self.is_provisional() {
             return Ok(false);
         }
-        self.set_away(false)?;
-        self.detach_gather()?;
+        self.set_sharded(false)?;
+        self.detach_sharding()?;
         Ok(true)
     }
 
@@ -473,16 +474,16 @@ impl Parameter {
         self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn attached_gather(&self) -> Option<Arc<dyn Gather>> {
-        self.state().gather.as_ref().map(|(gather, _)| gather.clone())
+    fn sharding(&self) -> Option<Arc<dyn Sharding>> {
+        self.state().sharding.as_ref().map(|(sharding, _)| sharding.clone())
     }
 
-    /// Of a weight that is away.
+    /// Of a weight that is sharded.
     fn logical(&self) -> Option<Logical> {
-        if !self.is_away() {
+        if !self.is_sharded() {
             return None;
         }
-        self.state().gather.as_ref().map(|(_, logical)| logical.clone())
+        self.state().sharding.as_ref().map(|(_, logical)| logical.clone())
     }
 }
 
@@ -495,7 +496,7 @@ impl Clone for Parameter {
 }
 
 impl fmt::Debug for Parameter {
-    /// Without the values, which may be away.
+    /// Without the values, which may be sharded.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut text = f.debug_struct("Parameter");
         if let Some(fqn) = self.fqn() {

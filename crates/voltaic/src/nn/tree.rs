@@ -9,11 +9,11 @@ use super::metric::Metric;
 use crate::device::Device;
 use crate::error::{CheckpointError, ConfigError, Problem, Result};
 use crate::nn::buffer::Buffer;
-use crate::nn::gather::note_failure;
 use crate::nn::modes::set_training;
 use crate::nn::module::{Member, Module};
 use crate::nn::parameter::Parameter;
 use crate::nn::state_dict::{IncompatibleKeys, StateEntry, load_each, load_state_dict};
+use crate::nn::unshard::note_failure;
 
 /// What every module can do, from its tree alone.
 pub trait ModuleExt: Module {
@@ -157,8 +157,8 @@ pub trait ModuleExt: Module {
     /// Parameters and persistent buffers by fqn, sharing storage with the module. Tied parameters appear under
     /// each of their names, as in PyTorch.
     ///
-    /// Weights that a strategy keeps are gathered and copied. If that fails, an undefined tensor stands for one, and
-    /// [`take_gather_failure`](super::take_gather_failure) has the reason; [`ModuleExt::try_state_dict`] returns it.
+    /// Weights that a strategy keeps are unsharded and copied. If that fails, an undefined tensor stands for one, and
+    /// [`take_unshard_failure`](super::take_unshard_failure) has the reason; [`ModuleExt::try_state_dict`] returns it.
     ///
     /// # Collective
     /// If a strategy divides weights among ranks: all ranks must call it.

@@ -430,8 +430,8 @@ fn find_gradients<R: Rule>(
     group: &ParamGroup,
     bucket: &mut Bucket<R::Lists>,
 ) -> Result<Option<bool>> {
-    if let Some(slot) = bucket.members.iter().find(|slot| slot.param.is_away()) {
-        let what = format!("{} is away, and an update of it would be lost", slot.fqn);
+    if let Some(slot) = bucket.members.iter().find(|slot| slot.param.is_sharded()) {
+        let what = format!("{} is sharded, and an update of it would be lost", slot.fqn);
         let remedy = "let the strategy make the optimizer (Strategy::optimizers)";
         return Err(ConfigError::new("optimizer.step", what, remedy).into());
     }

@@ -165,7 +165,7 @@ fn on_modules(world: World) {
     for path in ["weights.ckpt", "folder.ckpt"].map(|name| folder().join(name)) {
         voltaic::ffi::manual_seed(1 + world.rank as u64).unwrap();
         let mut net = init::deferred(Net::new).unwrap();
-        assert!(net.blocks[0].up.weight.is_away());
+        assert!(net.blocks[0].up.weight.is_sharded());
         let config = InferenceConfig { checkpoint: Some(path.to_string_lossy().into_owned()), ..tp(size) };
         let _engine = init_inference(&mut net, &config, world.clone()).unwrap();
         assert_close("a checkpoint", &forward(&net), &expected, 1e-5);

@@ -14,7 +14,7 @@ use voltaic::checkpoint::{Checkpoint, Part, ShardSpec};
 use voltaic::distributed::{ReduceOp, World};
 use voltaic::error::Result;
 use voltaic::ffi::{ReleasableStorage, clear_grads, set_grad};
-use voltaic::nn::{Gather, Member, Module, ModuleExt, ModuleHooks, Parameter};
+use voltaic::nn::{Member, Module, ModuleExt, ModuleHooks, Parameter, Sharding};
 use voltaic::optim::{
     ConfiguredOptimizer, GradientClip, Optimizer, OptimizerState, Optimizers, ParamGroup, clip_grad_norm,
     grad_norm,
@@ -69,15 +69,15 @@ impl Shards {
     }
 }
 
-impl Gather for Shards {
-    fn gather(&self, parameter: &Parameter) -> Result<()> {
+impl Sharding for Shards {
+    fn unshard(&self, parameter: &Parameter) -> Result<()> {
         let whole = self.whole(self.shard(parameter).leaf(), &parameter.size())?;
         self.held.lock().unwrap().get_mut(&parameter.id()).unwrap().storage.refill(&whole)?;
-        parameter.set_away(false)
+        parameter.set_sharded(false)
     }
 
-    fn release(&self, parameter: &Parameter, is_changed: bool) -> Result<()> {
-        if parameter.is_away() {
+    fn reshard(&self, parameter: &Parameter, is_changed: bool) -> Result<()> {
+        if parameter.is_sharded() {
             return Ok(());
         }
         if is_changed {
@@ -85,7 +85,7 @@ impl Gather for Shards {
             self.shard(parameter).leaf().shallow_clone().f_copy_(&self.part(parameter.leaf())?)?;
         }
         self.held.lock().unwrap().get_mut(&parameter.id()).unwrap().storage.release()?;
-        parameter.set_away(true)
+        parameter.set_sharded(true)
     }
 }
 
@@ -105,9 +105,9 @@ impl Sharded {
         Ok(Box::new(Self { world, votes, syncs: false, shards: None, parameters }))
     }
 
-    fn take_all_away(&self) -> Result<()> {
+    fn reshard_all(&self) -> Result<()> {
         let Some(shards) = &self.shards else { return Ok(()) };
-        self.parameters.iter().try_for_each(|(_, parameter)| shards.release(parameter, false))
+        self.parameters.iter().try_for_each(|(_, parameter)| shards.reshard(parameter, false))
     }
 }
 
@@ -128,10 +128,10 @@ impl Strategy for Sharded {
             let shard = Parameter::new(shards.part(parameter.leaf())?);
             let storage = ReleasableStorage::of(parameter.leaf());
             shards.held.lock().unwrap().insert(parameter.id(), Held { shard, storage });
-            parameter.attach_gather(shards.clone())?;
+            parameter.attach_sharding(shards.clone())?;
         }
         self.shards = Some(shards);
-        self.take_all_away()
+        self.reshard_all()
     }
 
     fn optimizers(&mut self, asked: Optimizers, _module: &dyn Module) -> Result<Vec<ConfiguredOptimizer>> {
@@ -155,7 +155,7 @@ impl Strategy for Sharded {
     }
 
     fn begin_forward(&mut self, _module: &dyn Module, _opens: bool) -> Result<()> {
-        self.take_all_away()
+        self.reshard_all()
     }
 
     fn begin_backward(&mut self, _loss: &Tensor, syncs: bool, votes: Votes) -> Result<()> {
@@ -165,7 +165,7 @@ impl Strategy for Sharded {
 
     fn end_backward(&mut self, done: Result<()>) -> Result<Votes> {
         done?;
-        self.take_all_away()?;
+        self.reshard_all()?;
         let Some(shards) = self.shards.as_ref().filter(|_| self.syncs) else { return Ok(Votes::default()) };
         let _no_grad = tch::no_grad_guard();
         for (_, parameter) in self.parameters.iter().filter(|(_, parameter)| parameter.grad().defined()) {
@@ -189,7 +189,7 @@ impl Strategy for Sharded {
     fn finish(&mut self, _module: &dyn Module) -> Result<()> {
         for (_, parameter) in &self.parameters {
             parameter.try_tensor()?;
-            parameter.detach_gather()?;
+            parameter.detach_sharding()?;
         }
         Ok(())
     }
@@ -327,7 +327,7 @@ impl Optimizer for ShardedOptimizer {
 
     fn step(&mut self) -> Result<()> {
         self.inner.step()?;
-        self.parameters.iter().try_for_each(|(_, parameter)| self.shards.release(parameter, false))
+        self.parameters.iter().try_for_each(|(_, parameter)| self.shards.reshard(parameter, false))
     }
 
     fn zero_grad(&mut self) -> Result<()> {
@@ -415,7 +415,7 @@ fn run(folder: &Path, make: &dyn Fn(&Path) -> TrainerBuilder) {
     let mut trainer = make().build().unwrap();
     let mut net = Net::new();
     trainer.fit(&mut net, &mut loaders(None)).unwrap();
-    assert!(net.parameters().iter().all(|parameter| !parameter.is_kept() && !parameter.is_away()));
+    assert!(net.parameters().iter().all(|parameter| !parameter.is_kept() && !parameter.is_sharded()));
     trainer.save_checkpoint(&mut net, &mut loaders(None), folder.join("end.ckpt"), None).unwrap();
     let train_loss = trainer.metric("train_loss_epoch").unwrap();
     let val_loss = trainer.validate(&mut net, &mut loaders(None)).unwrap();

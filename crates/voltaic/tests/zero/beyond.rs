@@ -54,7 +54,7 @@ fn train(ranks: usize, folder: &Path) {
     }
     // it comes back whole, where there is room
     for (name, parameter) in net.named_parameters() {
-        assert!(!parameter.is_away() && !parameter.is_kept(), "{name}");
+        assert!(!parameter.is_sharded() && !parameter.is_kept(), "{name}");
         assert_eq!(Device::of(parameter.leaf()).unwrap(), Device::Cpu, "{name}");
     }
 }

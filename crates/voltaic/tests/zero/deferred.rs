@@ -47,8 +47,8 @@ fn weights_are_those_that_are_drawn_at_once() {
                 (weights(&net), next)
             };
             let (net, next) = made(|| init::deferred(small));
-            let away = net.parameters().iter().filter(|parameter| parameter.is_away()).count();
-            assert_eq!(away, 8, "the matrices of all blocks");
+            let sharded = net.parameters().iter().filter(|parameter| parameter.is_sharded()).count();
+            assert_eq!(sharded, 8, "the matrices of all blocks");
             let own = run((net, next));
             let plain = run(made(small));
             assert_same(strategy, &own.0, &plain.0);

@@ -394,7 +394,7 @@ fn predict(ranks: usize, folder: &Path) {
         let difference = (found - &expected).abs().max().double_value(&[]);
         let tolerance = if precision == "32-true" { 1e-5 } else { 0.05 };
         assert!(difference <= tolerance * expected.abs().max().double_value(&[]), "{name}: {difference}");
-        assert!(net.net.one.weight.is_away(), "{name}: the module stays sharded");
+        assert!(net.net.one.weight.is_sharded(), "{name}: the module stays sharded");
         drop(net);
     }
 }

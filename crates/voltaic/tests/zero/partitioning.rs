@@ -57,8 +57,8 @@ lightning_module!(Chain, Batch, Sgd::new(0.125), |net, (x, _), _| {
     for layer in &net.layers {
         x = layer.call(&x)?;
         let ends = x.flatten(0, 1);
-        let away = net.layers.iter().map(|layer| layer.weight.is_away()).collect();
-        net.seen.lock().unwrap().push((ends.double_value(&[0]), ends.double_value(&[14]), away));
+        let sharded = net.layers.iter().map(|layer| layer.weight.is_sharded()).collect();
+        net.seen.lock().unwrap().push((ends.double_value(&[0]), ends.double_value(&[14]), sharded));
     }
     Ok(x.sum(Kind::Float))
 });
@@ -82,14 +82,14 @@ fn layers_compute_with_what_all_ranks_hold() {
         for step in 0..3 {
             for layer in 0..3 {
                 let product = |weights: &[f64; 3]| weights[..=layer].iter().product::<f64>();
-                let (own_first, own_last, away) = &seen[3 * step + layer];
+                let (own_first, own_last, sharded) = &seen[3 * step + layer];
                 let near = |own: f64, expected: f64| (own - expected).abs() <= 1e-5 * expected.abs().max(1.0);
                 let found = format!("step {step}, layer {layer}: {own_first}, {own_last}");
                 assert!(near(*own_first, product(&first)), "{found}, not {}", product(&first));
                 assert!(near(*own_last, product(&last)), "{found}, not {}", product(&last));
                 // between two layers nothing is whole; once the order is known, the last one stays for backward, where it is the first
                 let stays = layer == 2 && step > 0;
-                assert_eq!(*away, [true, true, !stays], "{found}");
+                assert_eq!(*sharded, [true, true, !stays], "{found}");
             }
             for weights in [&mut first, &mut last] {
                 let [a, b, c] = *weights;
@@ -115,7 +115,7 @@ fn a_hundred_layers_come_and_go() {
         assert_eq!(seen.len(), 100);
         // 50 factors 0.5 and 50 factors 1; twice that each in the last element
         assert_eq!((seen[99].0, seen[99].1), (0.5_f64.powi(50), 2.0_f64.powi(50)));
-        assert!(seen.iter().all(|(_, _, away)| away.iter().all(|away| *away)));
+        assert!(seen.iter().all(|(_, _, sharded)| sharded.iter().all(|sharded| *sharded)));
     });
 }
 

@@ -142,7 +142,7 @@ impl Callback for Whole {
         let count = {
             let (params, most) = (module.parameters(), self.most.clone());
             move || {
-                let whole = |parameter: &&Parameter| parameter.is_kept() && !parameter.is_away();
+                let whole = |parameter: &&Parameter| parameter.is_kept() && !parameter.is_sharded();
                 let sum: usize = params.iter().filter(whole).map(|parameter| parameter.numel()).sum();
                 most.fetch_max(sum as i64, Ordering::Relaxed);
                 Ok(())

@@ -226,7 +226,7 @@ impl Callback for Batches {
 
     fn on_after_backward(&mut self, _: &mut HookContext, module: &dyn Module) -> anyhow::Result<()> {
         let named = module.named_parameters().into_iter();
-        let whole: Vec<String> = named.filter(|(_, p)| !p.is_away()).map(|(fqn, _)| fqn).collect();
+        let whole: Vec<String> = named.filter(|(_, p)| !p.is_sharded()).map(|(fqn, _)| fqn).collect();
         assert!(!self.none_stays || whole.is_empty(), "{whole:?} are whole after backward");
         Ok(())
     }

@@ -29,8 +29,8 @@ fn resting(ranks: usize, folder: &Path) -> TrainerBuilder {
     })
 }
 
-fn num_away(module: &impl Module) -> usize {
-    module.parameters().iter().filter(|parameter| parameter.is_away()).count()
+fn num_sharded(module: &impl Module) -> usize {
+    module.parameters().iter().filter(|parameter| parameter.is_sharded()).count()
 }
 
 /// Two fits and the calls between them, of one trainer.
@@ -43,7 +43,7 @@ fn run(builder: TrainerBuilder, folder: &Path, name: &str) -> (Vec<(String, Tens
     trainer.fit(&mut net, &mut data).unwrap();
     let mut seen = Vec::new();
     let mut note = |metric: Option<f64>, net: &Small| {
-        assert_eq!(num_away(net), if stays { 4 } else { 0 });
+        assert_eq!(num_sharded(net), if stays { 4 } else { 0 });
         seen.push(metric);
     };
     trainer.save_weights(&net, path("weights"), None).unwrap();
@@ -61,7 +61,7 @@ fn run(builder: TrainerBuilder, folder: &Path, name: &str) -> (Vec<(String, Tens
     trainer.test(&mut net, &mut data).unwrap();
     note(trainer.metric("test_loss"), &net);
     trainer.gather_weights(&net).unwrap();
-    assert_eq!(num_away(&net), 0);
+    assert_eq!(num_sharded(&net), 0);
     assert!(net.parameters().iter().all(|parameter| !parameter.is_kept()));
     trainer.gather_weights(&net).unwrap(); // which changes nothing
     (weights(&net), seen)
@@ -133,9 +133,12 @@ fn ways(ranks: usize, folder: &Path) {
         let mut net = init::deferred(|| Gpt::new(GptConfig { block_size: 16, ..config })).unwrap();
         let mut trainer = builder.max_epochs(1).build().unwrap();
         trainer.fit(&mut net, &mut tokens(8)).unwrap();
-        assert_eq!(num_away(&net) > 0, is_divided || net.parameters().iter().any(|it| it.numel() > 100_000));
+        assert_eq!(
+            num_sharded(&net) > 0,
+            is_divided || net.parameters().iter().any(|it| it.numel() > 100_000)
+        );
         trainer.gather_weights(&net).unwrap();
-        assert_eq!(num_away(&net), 0);
+        assert_eq!(num_sharded(&net), 0);
         let sums: Vec<f64> =
             weights(&net).iter().map(|(_, it)| it.sum(voltaic::Kind::Double).double_value(&[])).collect();
         let of_all = trainer.world().group().unwrap().all_gather_object(&sums).unwrap();

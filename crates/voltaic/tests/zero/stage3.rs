@@ -35,13 +35,13 @@ pub fn bare(ranks: usize, folder: &Path) -> TrainerBuilder {
     })
 }
 
-/// Notes how many parameters are away at the end of each batch.
-struct Away(Arc<Mutex<Vec<usize>>>);
+/// Notes how many parameters are sharded at the end of each batch.
+struct Sharded(Arc<Mutex<Vec<usize>>>);
 
-impl Callback for Away {
+impl Callback for Sharded {
     fn on_train_batch_end(&mut self, _ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
-        let away = module.parameters().iter().filter(|parameter| parameter.is_away()).count();
-        self.0.lock().unwrap().push(away);
+        let sharded = module.parameters().iter().filter(|parameter| parameter.is_sharded()).count();
+        self.0.lock().unwrap().push(sharded);
         Ok(())
     }
 }
@@ -70,14 +70,15 @@ fn climb(ranks: usize, folder: &Path) {
     assert_within("window", &window(zero()), &window(ddp()), 1e-4);
 
     // between batches nothing is whole, and after the fit all is
-    let away = Arc::new(Mutex::new(Vec::new()));
+    let sharded = Arc::new(Mutex::new(Vec::new()));
     let mut net = gpt();
-    let mut trainer = divided(ranks, folder).max_epochs(1).callback(Away(away.clone())).build().unwrap();
+    let mut trainer =
+        divided(ranks, folder).max_epochs(1).callback(Sharded(sharded.clone())).build().unwrap();
     trainer.fit(&mut net, &mut tokens(16)).unwrap();
     let count = net.parameters().len();
-    let away = away.lock().unwrap();
-    assert!(!away.is_empty() && away.iter().all(|num| *num == count), "{away:?} of {count}");
-    assert!(net.parameters().iter().all(|parameter| !parameter.is_away() && !parameter.is_kept()));
+    let sharded = sharded.lock().unwrap();
+    assert!(!sharded.is_empty() && sharded.iter().all(|num| *num == count), "{sharded:?} of {count}");
+    assert!(net.parameters().iter().all(|parameter| !parameter.is_sharded() && !parameter.is_kept()));
     let of_rank_zero = trainer.world().group().unwrap();
     for (name, weight) in weights(&net) {
         let first = weight.copy();

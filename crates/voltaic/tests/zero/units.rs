@@ -37,7 +37,7 @@ struct Update {
     /// How many all_gathers had been started.
     gathers: u64,
     /// How many parameters were not in memory.
-    away: usize,
+    sharded: usize,
 }
 
 #[derive(Default)]
@@ -51,8 +51,9 @@ impl Notes {
     fn note(&self, unit: usize) {
         let traffic = self.group.get().unwrap().traffic();
         let gathers = traffic.get("all_gather").map_or(0, |(calls, _)| *calls);
-        let away = self.parameters.lock().unwrap().iter().filter(|parameter| parameter.is_away()).count();
-        self.updates.lock().unwrap().push(Update { unit, gathers, away });
+        let sharded =
+            self.parameters.lock().unwrap().iter().filter(|parameter| parameter.is_sharded()).count();
+        self.updates.lock().unwrap().push(Update { unit, gathers, sharded });
     }
 }
 
@@ -169,7 +170,7 @@ fn overlap(ranks: usize, folder: &Path) {
             let expected = (0..4).map(|unit| Update {
                 unit,
                 gathers: step[0].gathers + whole_before(unit) as u64,
-                away: 4 - whole_before(4), // freed before the first update
+                sharded: 4 - whole_before(4), // freed before the first update
             });
             assert_eq!(step, expected.collect::<Vec<_>>(), "{what}");
         }

@@ -129,7 +129,7 @@ impl Writer {
 
     fn tensor(&mut self, tensor: &Tensor) -> Result<(), String> {
         if !tensor.defined() {
-            return Err("a tensor is undefined: a weight that could not be gathered".to_owned());
+            return Err("a tensor is undefined: a weight that could not be unsharded".to_owned());
         }
         let torch = |error: tch::TchError| error.to_string();
         let kind = tensor.kind();

@@ -189,7 +189,7 @@ impl MultiheadAttention {
         for input in [query, key, value] {
             self.check(input)?;
         }
-        Parameter::gather_all([Some(&self.in_proj_weight), self.in_proj_bias.as_ref()])?;
+        Parameter::unshard_all([Some(&self.in_proj_weight), self.in_proj_bias.as_ref()])?;
         let [id, of_key, of_value] = [query, key, value].map(tensor_id);
         let (id, size) = (id?, self.own_dim());
         let input = |input: &Tensor| match self.parallel.get() {

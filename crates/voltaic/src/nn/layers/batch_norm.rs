@@ -182,7 +182,7 @@ impl<const N: usize> BatchNorm<N> {
 impl<const N: usize> Forward for BatchNorm<N> {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
         within_call(self, input, |input| {
-            Parameter::gather_all([self.weight.as_ref(), self.bias.as_ref()])?;
+            Parameter::unshard_all([self.weight.as_ref(), self.bias.as_ref()])?;
             let fits = self.misfit(&input.size()).is_none();
             if let Some(group) = sync_batch_norm::ranks().filter(|_| self.training && fits) {
                 let output = self.normalise_over(input, &group)?;

@@ -130,7 +130,7 @@ impl<const N: usize> Conv<N> {
 impl<const N: usize> Forward for Conv<N> {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
         within_call(self, input, |input| {
-            Parameter::gather_all([Some(&self.weight), self.bias.as_ref()])?;
+            Parameter::unshard_all([Some(&self.weight), self.bias.as_ref()])?;
             Ok(self.convolve(input)?)
         })
     }

@@ -72,7 +72,7 @@ impl ConvTranspose2d {
 impl Forward for ConvTranspose2d {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
         within_call(self, input, |input| {
-            Parameter::gather_all([Some(&self.weight), self.bias.as_ref()])?;
+            Parameter::unshard_all([Some(&self.weight), self.bias.as_ref()])?;
             let options = &self.options;
             let output = input.f_conv_transpose2d(
                 &self.weight,

@@ -96,7 +96,7 @@ impl Embedding {
 impl Forward for Embedding {
     fn forward(&self, indices: &Tensor) -> anyhow::Result<Tensor> {
         within_call(self, indices, |indices| {
-            Parameter::gather_all([Some(&self.weight)])?;
+            Parameter::unshard_all([Some(&self.weight)])?;
             let padding_idx = self.padding_idx.unwrap_or(-1);
             let Some(parallel) = self.parallel.get() else {
                 return Ok(self.look_up(indices, padding_idx, indices)?);

@@ -122,7 +122,7 @@ impl Linear {
     /// A call that knows which batch of an accumulation window it is of.
     pub(in crate::nn) fn forward_microbatch(&self, input: &Tensor, is_first: bool) -> anyhow::Result<Tensor> {
         within_call(self, input, |input| {
-            Parameter::gather_all([Some(&self.weight), self.bias.as_ref()])?;
+            Parameter::unshard_all([Some(&self.weight), self.bias.as_ref()])?;
             Ok(self.product(input, Some(is_first))?)
         })
     }
@@ -131,7 +131,7 @@ impl Linear {
 impl Forward for Linear {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
         within_call(self, input, |input| {
-            Parameter::gather_all([Some(&self.weight), self.bias.as_ref()])?;
+            Parameter::unshard_all([Some(&self.weight), self.bias.as_ref()])?;
             Ok(self.product(input, None)?)
         })
     }

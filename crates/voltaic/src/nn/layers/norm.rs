@@ -87,7 +87,7 @@ impl LayerNorm {
 impl Forward for LayerNorm {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
         within_call(self, input, |input| {
-            Parameter::gather_all([self.weight.as_ref(), self.bias.as_ref()])?;
+            Parameter::unshard_all([self.weight.as_ref(), self.bias.as_ref()])?;
             let (weight, bias) = (self.weight.as_deref(), self.bias.as_deref());
             let output = input.f_layer_norm(&self.normalized_shape, weight, bias, self.eps, true);
             Ok(explain(self, output, input, |shape| {
@@ -181,7 +181,7 @@ impl GroupNorm {
 impl Forward for GroupNorm {
     fn forward(&self, input: &Tensor) -> anyhow::Result<Tensor> {
         within_call(self, input, |input| {
-            Parameter::gather_all([self.weight.as_ref(), self.bias.as_ref()])?;
+            Parameter::unshard_all([self.weight.as_ref(), self.bias.as_ref()])?;
             let (weight, bias) = (self.weight.as_deref(), self.bias.as_deref());
             let output = input.f_group_norm(self.num_groups, weight, bias, self.eps, true);
             Ok(explain(self, output, input, |shape| {

@@ -8,7 +8,7 @@ use tch::Tensor;
 use super::unit_set::UnitSet;
 use crate::error::{ConfigError, Error, Result};
 use crate::ffi;
-use crate::nn::{CallWatcher, Gather, ModuleCall, ModuleHooks, Parameter, RemovableHandle, is_recomputing};
+use crate::nn::{CallWatcher, ModuleCall, ModuleHooks, Parameter, RemovableHandle, Sharding, is_recomputing};
 
 /// The state of the trainer's call for which weights are sharded.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -19,8 +19,8 @@ pub(super) enum Phase {
     /// It has failed: the other ranks take part in no collectives any more.
     Failed,
     /// It is over, and the weights stay sharded until the next call.
-    Parked,
-    /// The strategy that could gather the weights is gone.
+    LeftSharded,
+    /// The strategy that could unshard the weights is gone.
     Gone,
 }
 
@@ -46,29 +46,29 @@ impl Phases {
 
 /// Unshards weights when they are accessed, and notes edits of weights that have master weights.
 #[derive(Debug)]
-pub(super) struct GatherOnAccess {
+pub(super) struct UnshardOnAccess {
     pub set: Arc<Mutex<UnitSet>>,
     pub phase: Arc<Phases>,
 }
 
-impl GatherOnAccess {
-    /// An error if a sharded weight cannot be gathered, since the other ranks do not take part.
+impl UnshardOnAccess {
+    /// An error if a sharded weight cannot be unsharded, since the other ranks do not take part.
     fn check(&self, parameter: &Parameter) -> Result<()> {
-        if !parameter.is_away() {
+        if !parameter.is_sharded() {
             return Ok(());
         }
         let (why, remedy) = match self.phase.get() {
             Phase::Running => return Ok(()),
             Phase::Failed => (
-                "and the fit that could gather it has failed",
+                "and the fit that could unshard it has failed",
                 "make the module again, and load the last checkpoint",
             ),
-            Phase::Parked => (
-                "and no call of the trainer runs that could gather it",
+            Phase::LeftSharded => (
+                "and no call of the trainer runs that could unshard it",
                 "write it with trainer.save_weights, or unshard the module with trainer.gather_weights, on all ranks",
             ),
             Phase::Gone => (
-                "and the trainer that could gather it is gone",
+                "and the trainer that could unshard it is gone",
                 "keep the trainer until trainer.save_weights or trainer.gather_weights was called",
             ),
         };
@@ -82,8 +82,8 @@ fn lock(set: &Mutex<UnitSet>) -> MutexGuard<'_, UnitSet> {
     set.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Gather for GatherOnAccess {
-    fn gather(&self, parameter: &Parameter) -> Result<()> {
+impl Sharding for UnshardOnAccess {
+    fn unshard(&self, parameter: &Parameter) -> Result<()> {
         self.check(parameter)?;
         let mut set = lock(&self.set);
         let Some((unit, _)) = set.place_of_id(parameter.id()) else { return Ok(()) };
@@ -92,32 +92,32 @@ impl Gather for GatherOnAccess {
         Ok(())
     }
 
-    fn touch(&self, parameter: &Parameter) -> Result<()> {
+    fn keep_unsharded(&self, parameter: &Parameter) -> Result<()> {
         let mut set = lock(&self.set);
         if let Some((unit, _)) = set.place_of_id(parameter.id()) {
-            set.units[unit].touch();
+            set.units[unit].keep_unsharded();
         }
         Ok(())
     }
 
-    fn borrow(&self, parameter: &Parameter) -> Result<()> {
+    fn unshard_for_use(&self, parameter: &Parameter) -> Result<()> {
         self.check(parameter)?;
         let mut set = lock(&self.set);
         let Some((unit, _)) = set.place_of_id(parameter.id()) else { return Ok(()) };
-        set.pin(unit)?;
+        set.unshard_for_use(unit)?;
         if ffi::grad_is_enabled() {
             set.units[unit].keep_until_step_end(); // backward may need it
         }
         Ok(())
     }
 
-    fn release(&self, parameter: &Parameter, is_changed: bool) -> Result<()> {
+    fn reshard(&self, parameter: &Parameter, is_changed: bool) -> Result<()> {
         let mut set = lock(&self.set);
         let Some((unit, index)) = set.place_of_id(parameter.id()) else { return Ok(()) };
         if is_changed {
             set.units[unit].write_back(index)?;
         }
-        set.unpin(unit)
+        set.reshard_after_use(unit)
     }
 }
 
@@ -135,7 +135,7 @@ impl CallWatcher for Watcher {
         self.open.push(Vec::new());
         for unit in self.units.get(call.fqn()).into_iter().flatten() {
             let mut set = lock(&self.set);
-            set.pin(*unit)?;
+            set.unshard_for_use(*unit)?;
             set.units[*unit].open_calls += usize::from(ffi::grad_is_enabled() && !is_recomputing());
             drop(set);
             self.open.last_mut().into_iter().for_each(|open| open.push(*unit));
@@ -149,7 +149,7 @@ impl CallWatcher for Watcher {
             if is_recomputing() {
                 set.keep_for_backward(unit);
             }
-            if let Err(error) = set.unpin(unit) {
+            if let Err(error) = set.reshard_after_use(unit) {
                 tracing::warn!("the memory of weights could not be freed: {error}");
             }
         }
@@ -184,15 +184,15 @@ pub(super) fn watch(
     }
     for fqn in units.keys() {
         let (set, units) = (set.clone(), units.clone());
-        let gather = move |call: &ModuleCall<'_>, _: &mut [Option<Tensor>]| {
+        let unshard = move |call: &ModuleCall<'_>, _: &mut [Option<Tensor>]| {
             let mut set = lock(&set);
             for unit in units.get(call.fqn()).into_iter().flatten() {
                 set.unshard_in_backward(*unit)
-                    .map_err(|error| set.fail(error, "weights could not be gathered"))?;
+                    .map_err(|error| set.fail(error, "weights could not be unsharded"))?;
             }
             Ok(())
         };
-        handles.push(hooks.register_backward_pre_hook_if_called(fqn.as_str(), gather));
+        handles.push(hooks.register_backward_pre_hook_if_called(fqn.as_str(), unshard));
     }
     handles
 }

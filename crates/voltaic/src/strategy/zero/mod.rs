@@ -6,7 +6,7 @@
 //! 1. `partition` groups parameters into units, when a call begins: by module in stage 3, by optimizer before.
 //! 2. Forward: `access` unshards a unit before the call of its module, and reshards it afterwards (stage 3). `prefetch` gathers the
 //!    next units ahead, in the order of the last step (`order`); `unsharded_storage` has their memory. Ranks compare in which
-//!    order they have gathered units (`order_digest`).
+//!    order they have unsharded units (`order_digest`).
 //! 3. Backward: `unit_set` reduces the gradients of a unit once they are complete, and keeps this rank's shard (`grads`).
 //! 4. `optimizer` steps the shards. `whole` gathers single parameters for optimizers that need whole ones.
 //!
@@ -54,7 +54,7 @@ use crate::ffi::GradHook;
 use crate::nn::{GradShare, Module, ModuleExt, ModuleHooks, Parameter, RemovableHandle};
 use crate::optim::{ConfiguredOptimizer, OffloadState, Optimizer, OptimizerState, Optimizers};
 use crate::precision::{LossScaler, Precision, StaticLossScaler};
-use access::{GatherOnAccess, Phase, Phases, explained, watch};
+use access::{Phase, Phases, UnshardOnAccess, explained, watch};
 use config::{ZeroConfig, ZeroStage};
 use modules::{has_all, has_some, move_buffers};
 use optimizer::{ZeroOptimizer, check_divisible};
@@ -156,9 +156,9 @@ impl Zero {
         self.kept = kept.flat_map(|unit| &unit.layout.places).map(|place| place.parameter.clone()).collect();
         drop(locked);
         self.watch_gradients(&set)?;
-        let gather = Arc::new(GatherOnAccess { set, phase: self.phase.clone() });
+        let sharding = Arc::new(UnshardOnAccess { set, phase: self.phase.clone() });
         let new = self.kept.iter().filter(|parameter| !parameter.is_kept());
-        new.into_iter().try_for_each(|parameter| parameter.attach_gather(gather.clone()))
+        new.into_iter().try_for_each(|parameter| parameter.attach_sharding(sharding.clone()))
     }
 
     /// Says of all parameters in units what their gradients are.
@@ -176,7 +176,7 @@ impl Zero {
 
     /// Resumes with the weights that the last call has left sharded, if they are this module's.
     fn resume(&mut self, module: &dyn Module) -> Result<bool> {
-        let Some(set) = self.set.clone().filter(|_| self.phase.is(Phase::Parked)) else {
+        let Some(set) = self.set.clone().filter(|_| self.phase.is(Phase::LeftSharded)) else {
             return Ok(false);
         };
         let mut locked = set.lock().unwrap_or_else(PoisonError::into_inner);
@@ -205,7 +205,7 @@ impl Zero {
         for number in 0..set.units.len() {
             if fits_on_device {
                 set.unshard_alone(number)?;
-                set.units[number].pin();
+                set.units[number].begin_use();
             } else {
                 set.with_unit(number, Unit::leave_on_host)?;
             }
@@ -218,14 +218,14 @@ impl Zero {
     }
 
     /// Leaves the weights sharded, with only this rank's shards in memory.
-    fn park(&mut self) -> Result<()> {
-        self.phase.set(Phase::Parked);
+    fn leave_sharded(&mut self) -> Result<()> {
+        self.phase.set(Phase::LeftSharded);
         let Some(mut set) = self.set() else { return Ok(()) };
         set.units.iter_mut().try_for_each(Unit::end_call)
     }
 
     /// Reshards all weights that are not in use.
-    fn release_all(&self) -> Result<()> {
+    fn reshard_all(&self) -> Result<()> {
         self.set().map_or(Ok(()), |mut set| set.units.iter_mut().try_for_each(Unit::reshard_after_step))
     }
 
@@ -338,7 +338,7 @@ impl Strategy for Zero {
             self.keep(units, files)?;
         }
         self.watch_calls(calls);
-        self.release_all()
+        self.reshard_all()
     }
 
     fn optimizers(&mut self, asked: Optimizers, module: &dyn Module) -> Result<Vec<ConfiguredOptimizer>> {
@@ -399,7 +399,7 @@ impl Strategy for Zero {
     }
 
     fn begin_forward(&mut self, module: &dyn Module, opens: bool) -> Result<()> {
-        self.release_all()?;
+        self.reshard_all()?;
         if let Some(mut set) = self.set() {
             set.take_changes()?;
             let UnitSet { order, units, .. } = &mut *set;
@@ -542,7 +542,7 @@ impl Strategy for Zero {
         if let Some(swapped) = swapped {
             tracing::info!("{}: rank {rank} of {world_size} had {swapped}", self.name());
         }
-        if self.stays_sharded { self.park() } else { self.unshard_all(module) }
+        if self.stays_sharded { self.leave_sharded() } else { self.unshard_all(module) }
     }
 
     fn keeps(&self, module: &dyn Module) -> bool {
@@ -550,7 +550,7 @@ impl Strategy for Zero {
     }
 
     fn gather_weights(&mut self, module: &dyn Module) -> Result<()> {
-        if !self.phase.is(Phase::Parked) || !self.keeps(module) {
+        if !self.phase.is(Phase::LeftSharded) || !self.keeps(module) {
             return Ok(());
         }
         self.phase.set(Phase::Running);
@@ -563,12 +563,12 @@ impl Strategy for Zero {
         self.hooks.clear();
         self.calls.drain(..).for_each(|handle| handle.remove());
         self.set_grad_share(GradShare::All);
-        if self.phase.is(Phase::Parked) && self.set.is_some() {
+        if self.phase.is(Phase::LeftSharded) && self.set.is_some() {
             return;
         }
         self.phase.set(Phase::Failed);
         let failed: Vec<_> =
-            self.kept.drain(..).filter_map(|parameter| parameter.detach_gather().err()).collect();
+            self.kept.drain(..).filter_map(|parameter| parameter.detach_sharding().err()).collect();
         if let Some(error) = failed.first() {
             let number = failed.len();
             tracing::warn!(
@@ -580,15 +580,15 @@ impl Strategy for Zero {
 }
 
 impl Drop for Zero {
-    /// Marks weights that are left sharded: they cannot be gathered any more.
+    /// Marks weights that are left sharded: they cannot be unsharded any more.
     fn drop(&mut self) {
         self.set_grad_share(GradShare::All);
-        if !self.phase.is(Phase::Parked) {
+        if !self.phase.is(Phase::LeftSharded) {
             return;
         }
         self.phase.set(Phase::Gone);
-        let unsharded = self.kept.drain(..).filter(|parameter| !parameter.is_away());
-        unsharded.for_each(|parameter| drop(parameter.detach_gather()));
+        let unsharded = self.kept.drain(..).filter(|parameter| !parameter.is_sharded());
+        unsharded.for_each(|parameter| drop(parameter.detach_sharding()));
         self.set().into_iter().for_each(|mut set| set.clear());
     }
 }

@@ -58,8 +58,8 @@ impl Order {
         self.is_open = false;
     }
 
-    /// A unit is needed now.
-    pub fn need(&mut self, unit: usize) {
+    /// Records that a unit is needed now.
+    pub fn record(&mut self, unit: usize) {
         if self.is_open {
             self.is_known &= self.recorded.units.get(self.current.len()) == Some(&unit);
             self.current.push(unit);
@@ -97,7 +97,7 @@ mod tests {
 
     fn step(order: &mut Order, units: &[usize]) {
         order.begin(len);
-        units.iter().for_each(|unit| order.need(*unit));
+        units.iter().for_each(|unit| order.record(*unit));
         order.end();
     }
 
@@ -108,11 +108,11 @@ mod tests {
         assert!(upcoming(&order).is_empty(), "no step is in progress");
         order.begin(len);
         assert_eq!(upcoming(&order), [0, 1, 1, 0]);
-        order.need(0);
-        order.need(1);
+        order.record(0);
+        order.record(1);
         assert_eq!(upcoming(&order), [1, 0]);
         assert_eq!([0, 1, 2].map(|unit| order.distance(unit)), [Some(1), Some(0), None]);
-        order.need(1);
+        order.record(1);
         assert_eq!([0, 1, 2].map(|unit| order.distance(unit)), [Some(0), None, None]);
     }
 
@@ -121,14 +121,14 @@ mod tests {
         let mut order = Order::default();
         step(&mut order, &[0, 1, 2]);
         order.begin(len);
-        order.need(0);
-        order.need(2);
+        order.record(0);
+        order.record(2);
         assert!(upcoming(&order).is_empty());
-        order.need(2);
+        order.record(2);
         order.end();
         order.begin(len);
         assert_eq!(upcoming(&order), [0, 2, 2]);
-        [0, 2, 2, 1].into_iter().for_each(|unit| order.need(unit));
+        [0, 2, 2, 1].into_iter().for_each(|unit| order.record(unit));
         assert!(upcoming(&order).is_empty(), "a longer step ends what is known");
     }
 
@@ -136,7 +136,7 @@ mod tests {
     fn evaluation_between_steps_is_not_recorded() {
         let mut order = Order::default();
         step(&mut order, &[0, 1]);
-        order.need(5);
+        order.record(5);
         order.begin(len);
         assert_eq!(upcoming(&order), [0, 1]);
     }

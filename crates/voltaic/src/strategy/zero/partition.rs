@@ -23,7 +23,7 @@ pub(super) struct Partitioner<'a> {
     pub config: &'a ZeroConfig,
     pub dp_shard: &'a SubMesh,
     pub peers: Option<&'a ProcessGroup>,
-    /// Where weights that come and go go, and the dtype that they get there.
+    /// The device that weights are unsharded on, and the dtype that they have there.
     pub target: Option<(tch::Device, Option<Kind>)>,
 }
 
@@ -129,7 +129,7 @@ impl Partitioner<'_> {
         Unit::new(layout, optimizer, self.dp_shard.rank, self.config.master_weights)
     }
 
-    /// Units by module, whose weights come and go, but for small parameters, which stay. What is to be in `files` goes there.
+    /// Units by module, whose weights are sharded, but for small parameters, which stay unsharded. What is to be in `files` goes there.
     pub fn by_module(&self, module: &dyn Module, files: &mut Files) -> Result<Vec<Unit>> {
         type Key<'a> = (Option<&'a str>, Kind, tch::Device);
         let params = module.named_parameters();
@@ -184,7 +184,7 @@ impl Partitioner<'_> {
     /// units of their own, behind all others. Returns whether there are some.
     ///
     /// # Errors
-    /// If weights of a module that come and go belong to several optimizers.
+    /// If weights of a module that are sharded belong to several optimizers.
     pub fn give_optimizers(&self, units: &mut Vec<Unit>, trained: &Trained) -> Result<bool> {
         let mut behind = Vec::new();
         for unit in units.iter_mut() {
@@ -213,7 +213,7 @@ impl Partitioner<'_> {
                 _ => {
                     let stays = !unit.layout.is_stored_apart();
                     let mut apart = by_optimizer.into_iter().map(|(optimizer, members)| {
-                        members.iter().try_for_each(|(_, parameter)| parameter.detach_gather())?;
+                        members.iter().try_for_each(|(_, parameter)| parameter.detach_sharding())?;
                         self.unit(members, optimizer, stays)
                     });
                     if let Some(first) = apart.next() {

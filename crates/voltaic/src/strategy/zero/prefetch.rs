@@ -21,7 +21,7 @@ impl UnitSet {
     /// All ranks must call it.
     pub fn unshard(&mut self, unit: usize) -> Result<()> {
         if !ffi::is_in_backward() && self.units[unit].shards_weights() {
-            self.order.need(unit);
+            self.order.record(unit);
         }
         self.unshard_and_prefetch(unit)
     }
@@ -55,17 +55,17 @@ impl UnitSet {
         self.with_unit(unit, Unit::start_unshard)
     }
 
-    /// As [`UnitSet::unshard`]; the weights are kept at least until [`UnitSet::unpin`].
-    pub fn pin(&mut self, unit: usize) -> Result<()> {
+    /// As [`UnitSet::unshard`]; the weights stay unsharded at least until [`UnitSet::reshard_after_use`].
+    pub fn unshard_for_use(&mut self, unit: usize) -> Result<()> {
         self.unshard(unit)?;
-        self.units[unit].pin();
+        self.units[unit].begin_use();
         Ok(())
     }
 
     /// As [`UnitSet::unshard`], for a module whose backward pass begins: the weights are kept until their gradients are complete.
     pub fn unshard_in_backward(&mut self, unit: usize) -> Result<()> {
         if self.units[unit].shards_weights() {
-            self.order.need(unit);
+            self.order.record(unit);
         }
         self.unshard_and_prefetch(unit)?;
         self.units[unit].begin_backward();
@@ -81,8 +81,8 @@ impl UnitSet {
     }
 
     /// Ends a use. The weights stay unsharded if they are needed again soon (`max_reuse_distance`).
-    pub fn unpin(&mut self, unit: usize) -> Result<()> {
-        self.units[unit].unpin();
+    pub fn reshard_after_use(&mut self, unit: usize) -> Result<()> {
+        self.units[unit].end_use();
         let distance = self.order.distance(unit);
         let is_needed = distance.is_some_and(|distance| distance <= self.config.max_reuse_distance);
         if is_needed && self.live() <= self.config.max_live_parameters {

@@ -27,7 +27,7 @@ pub(super) struct Unit {
     pub layout: Layout,
     /// The numbers of its first and its last parameter, by which its files are called.
     pub ids: RangeInclusive<usize>,
-    /// The module whose calls its weights come and go with.
+    /// The module whose calls unshard and reshard its weights.
     pub module: Option<String>,
     /// Its gradients are reduced when the backward pass of the module is done, whether each parameter has one or not.
     pub is_leaf: bool,
@@ -73,7 +73,7 @@ pub(super) struct Unit {
     pub(super) claimed: Vec<bool>,
     /// What operations of its weights are called.
     name: Arc<str>,
-    /// How often each weight had been written to when its shard was taken last: autograd counts. While weights are away their
+    /// How often each weight had been written to when its shard was taken last: autograd counts. While weights are sharded their
     /// count is one higher, so that a backward pass refuses to use them.
     versions: Vec<i64>,
 }
@@ -84,7 +84,7 @@ impl Unit {
         Self::make(layout, optimizer, (rank, masters), None, true)
     }
 
-    /// The same of stage 3: the weights of a `module` come and go with its calls; they are here at first. Without `keeps_values`, for weights that are
+    /// The same of stage 3: the weights of a `module` are sharded between its calls; they are unsharded at first. Without `keeps_values`, for weights that are
     /// to become rank 0's ([`Unit::take_from_rank_zero`]), initial values that are not drawn yet are never drawn.
     pub fn of_module(
         layout: Layout,
@@ -199,7 +199,7 @@ impl Unit {
         self.unshard(group)?;
         for place in &self.layout.places {
             let values = place.parameter.leaf().f_detach()?.f_to_device(tch::Device::Cpu)?;
-            place.parameter.detach_gather()?;
+            place.parameter.detach_sharding()?;
             place.parameter.set_data(&values)?;
         }
         self.storage.iter_mut().try_for_each(UnshardedStorage::release)?;
@@ -347,7 +347,7 @@ impl Unit {
         }
         self.has_master = true;
         if !self.shards_weights() {
-            self.versions = self.current_versions()?; // those of sharded weights are counted, and differ while these are away
+            self.versions = self.current_versions()?; // those of sharded weights are counted, and differ while these are sharded
         }
         Ok(())
     }
@@ -384,7 +384,7 @@ impl Unit {
         };
         work.map_or(Ok(()), Work::wait)?;
         self.set_versions(0)?;
-        self.layout.places.iter().try_for_each(|place| place.parameter.set_away(false))
+        self.layout.places.iter().try_for_each(|place| place.parameter.set_sharded(false))
     }
 
     fn set_versions(&self, more: i64) -> Result<()> {
@@ -485,14 +485,14 @@ impl Unit {
         self.weight_shard.read_ahead()
     }
 
-    /// Keeps the weights unsharded until [`Unit::unpin`].
-    pub fn pin(&mut self) {
-        self.storage.iter_mut().for_each(|storage| storage.pins += 1);
+    /// Begins a use: the weights stay unsharded until [`Unit::end_use`].
+    pub fn begin_use(&mut self) {
+        self.storage.iter_mut().for_each(|storage| storage.uses += 1);
     }
 
-    /// Ends a use; [`Unit::reshard`] may free the memory then.
-    pub fn unpin(&mut self) {
-        self.storage.iter_mut().for_each(|storage| storage.pins = storage.pins.saturating_sub(1));
+    /// Ends a use; [`Unit::reshard`] frees the memory after the last one.
+    pub fn end_use(&mut self) {
+        self.storage.iter_mut().for_each(|storage| storage.uses = storage.uses.saturating_sub(1));
     }
 
     /// The weights stay until [`Unit::end_backward`].
@@ -511,9 +511,9 @@ impl Unit {
         self.storage.iter_mut().for_each(|storage| storage.is_kept_until_step_end = true);
     }
 
-    /// Weights that are here are touched: outside of a call of their module they stay.
-    pub fn touch(&mut self) {
-        self.storage.iter_mut().for_each(|storage| storage.is_kept_until_step_end |= storage.pins == 0);
+    /// Weights that are unsharded are accessed: outside of a call of their module they stay.
+    pub fn keep_unsharded(&mut self) {
+        self.storage.iter_mut().for_each(|storage| storage.is_kept_until_step_end |= storage.uses == 0);
     }
 
     /// Ends [`Unit::keep_until_step_end`]: frees the memory of weights that are not in use.
@@ -522,13 +522,13 @@ impl Unit {
         self.reshard()
     }
 
-    /// After a call: drops gradients, and frees the weights that come and go.
+    /// After a call: drops gradients, and reshards the weights.
     pub fn end_call(&mut self) -> Result<()> {
         self.drop_grads()?;
         self.optimizer = NO_OPTIMIZER;
         self.claimed.fill(false);
         if let Some(storage) = &mut self.storage {
-            (storage.pins, storage.is_kept_until_step_end, storage.is_in_backward) = (0, false, false);
+            (storage.uses, storage.is_kept_until_step_end, storage.is_in_backward) = (0, false, false);
         }
         self.wait_for_unshard()?;
         self.reshard()
@@ -553,7 +553,7 @@ impl Unit {
         self.storage.iter_mut().for_each(|storage| storage.count_in(tally));
     }
 
-    /// Elements of weights that come and go, and are in memory or on their way.
+    /// Elements of sharded weights that are in memory or on their way.
     pub fn live(&self) -> usize {
         let is_live = self.storage.as_ref().is_some_and(|storage| !storage.is_released());
         if is_live { self.layout.len() } else { 0 }
@@ -568,7 +568,7 @@ impl Unit {
     /// Whether the weights are in memory, and not in use.
     pub fn is_idle(&self) -> bool {
         let is_used = |storage: &UnshardedStorage| {
-            storage.pins > 0 || storage.is_kept_until_step_end || storage.is_in_backward
+            storage.uses > 0 || storage.is_kept_until_step_end || storage.is_in_backward
         };
         let is_idle = |storage: &UnshardedStorage| !is_used(storage) && !storage.is_arriving();
         self.live() > 0 && self.storage.as_ref().is_some_and(is_idle)
@@ -582,7 +582,7 @@ impl Unit {
         self.take_changes()?;
         self.storage.iter_mut().try_for_each(UnshardedStorage::release)?;
         self.set_versions(1)?;
-        self.layout.places.iter().try_for_each(|place| place.parameter.set_away(true))
+        self.layout.places.iter().try_for_each(|place| place.parameter.set_sharded(true))
     }
 
     /// The weights have been changed from outside: takes this rank's shard of them over.
@@ -636,19 +636,19 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
-    use crate::nn::Gather;
+    use crate::nn::Sharding;
 
     /// Draws initial values when they are needed.
     #[derive(Debug, Default)]
     struct Draws(AtomicUsize);
 
-    impl Gather for Draws {
-        fn gather(&self, parameter: &Parameter) -> Result<()> {
+    impl Sharding for Draws {
+        fn unshard(&self, parameter: &Parameter) -> Result<()> {
             self.0.fetch_add(1, Ordering::Relaxed);
-            parameter.set_away(false)
+            parameter.set_sharded(false)
         }
 
-        fn release(&self, _parameter: &Parameter, _is_changed: bool) -> Result<()> {
+        fn reshard(&self, _parameter: &Parameter, _is_changed: bool) -> Result<()> {
             Ok(())
         }
 
@@ -662,12 +662,12 @@ mod tests {
         for (keeps_values, expected) in [(true, 1), (false, 0)] {
             let draws = Arc::new(Draws::default());
             let parameter = Parameter::new(Tensor::ones([3, 5], (Kind::Float, tch::Device::Cpu)));
-            parameter.attach_gather(draws.clone()).unwrap();
-            parameter.set_away(true).unwrap();
+            parameter.attach_sharding(draws.clone()).unwrap();
+            parameter.set_sharded(true).unwrap();
             let layout = Layout::of(vec![("weight".to_owned(), parameter.clone())], 2);
             let unit = Unit::of_module(layout, 1, false, (Some("net"), keeps_values)).unwrap();
             assert_eq!(draws.0.load(Ordering::Relaxed), expected);
-            assert!(!parameter.is_away() && !parameter.is_kept() && unit.live() > 0);
+            assert!(!parameter.is_sharded() && !parameter.is_kept() && unit.live() > 0);
             assert_eq!(parameter.size(), [3, 5]);
         }
     }

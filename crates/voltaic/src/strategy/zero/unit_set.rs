@@ -77,7 +77,7 @@ pub(super) struct UnitSet {
     by_fqn: HashMap<String, (usize, usize)>,
     /// Bytes of gradients of this backward pass that are complete and not on their way yet.
     unsharded_grads: usize,
-    /// The most elements of weights that come and go that were in memory at once.
+    /// The most elements of sharded weights that were unsharded at once.
     pub max_live: usize,
     /// What the rank has held.
     pub peaks: Peaks,
@@ -452,7 +452,7 @@ impl UnitSet {
         self.own_units(optimizer).try_for_each(Unit::drop_grads)
     }
 
-    /// Moves states of an optimizer's units to memory of the host. Weights that come and go are freed.
+    /// Moves states of an optimizer's units to memory of the host. Sharded weights are resharded.
     pub fn offload_states(&mut self, optimizer: usize, states: &OffloadStates) -> Result<()> {
         self.take_changes()?;
         self.own_units(optimizer).try_for_each(|unit| {

@@ -14,7 +14,7 @@ use crate::ffi::ReleasableStorage;
 pub(super) struct UnshardedStorage {
     storage: ReleasableStorage,
     /// Uses of the weights in progress, such as calls of modules.
-    pub pins: usize,
+    pub uses: usize,
     /// They were accessed outside of a module's call, whose end would free them: they are kept until the next step.
     pub is_kept_until_step_end: bool,
     /// The backward pass has reached a module that uses them.
@@ -33,7 +33,7 @@ impl UnshardedStorage {
     pub fn of(flat: &Tensor, len: usize) -> Self {
         Self {
             storage: ReleasableStorage::of(flat),
-            pins: 0,
+            uses: 0,
             is_kept_until_step_end: false,
             is_in_backward: false,
             is_only_reserved: false,

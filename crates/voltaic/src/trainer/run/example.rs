@@ -9,7 +9,7 @@ use crate::callback::{ModelSummary, watch_sizes};
 use crate::data::Batch;
 use crate::error::Result;
 use crate::module::{CallSizes, LightningModule};
-use crate::nn::{GatherWatch, ModuleExt, ModuleHooks, set_training, set_training_modes, training_modes};
+use crate::nn::{ModuleExt, ModuleHooks, UnshardWatch, set_training, set_training_modes, training_modes};
 use crate::trainer::config::callbacks::is_a;
 use crate::trainer::session::hooks::{guarded, without_panic};
 use crate::trainer::session::session::Session;
@@ -46,7 +46,7 @@ impl<M: LightningModule> Session<'_, M> {
         let modes = training_modes(self.module);
         set_training(self.module, false);
         self.run.engine.strategy.begin_forward(self.module, true)?;
-        let watch = GatherWatch::begin();
+        let watch = UnshardWatch::begin();
         let done = {
             let _no_grad = tch::no_grad_guard();
             let _region = self.plan.enter_precision()?;

@@ -20,7 +20,7 @@ use crate::module::{
     Action, AnyBatch, BatchFacts, Hook, HookContext, HookFacts, LightningModule, LogScope, Profiling,
     Progress, StepHook, StepOutput,
 };
-use crate::nn::{GatherWatch, ModuleExt, with_fqn};
+use crate::nn::{ModuleExt, UnshardWatch, with_fqn};
 use crate::profiler::actions;
 use crate::trainer::session::engine::Engine;
 use crate::trainer::session::place::{Place, torch_message};
@@ -330,9 +330,9 @@ fn install_panic_hook() {
     });
 }
 
-/// Calls `body`; a panic becomes an error, and so does a weight that could not be gathered.
+/// Calls `body`; a panic becomes an error, and so does a weight that could not be unsharded.
 pub(crate) fn guarded<T>(body: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
-    let watch = GatherWatch::begin();
+    let watch = UnshardWatch::begin();
     let result = without_panic(body);
     watch.end().map_or(result, |failure| Err(failure.into()))
 }

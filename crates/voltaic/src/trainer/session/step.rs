@@ -12,7 +12,7 @@ use crate::module::{
     Action, BatchFacts, HookContext, HookFacts, Level, LightningModule, ManualOptimization, Phase, Progress,
     StepContext, StepHook, StepModuleGraphs, StepOutput,
 };
-use crate::nn::{GatherWatch, Module, ModuleExt};
+use crate::nn::{Module, ModuleExt, UnshardWatch};
 use crate::optim::OffloadState;
 use crate::precision::disable_casts;
 use crate::precision::fp8::reduce_amaxes;
@@ -89,7 +89,7 @@ impl<M: LightningModule> Session<'_, M> {
             }),
         };
         let region = plan.enter_precision()?;
-        let watch = GatherWatch::begin();
+        let watch = UnshardWatch::begin();
         // a backward pass within the step, for a gradient's gradient or a graph, may run checkpointed modules again
         let output = match hooks.is_empty() && !is_training {
             true => Ok(without_panic(|| step(module, batch, &mut ctx))), // fewer frames in a backtrace

@@ -1,4 +1,4 @@
-//! Weights that a strategy keeps: what a parameter does when its values are not there.
+//! Weights that a strategy keeps: what a parameter does while it is sharded.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex};
 
 use voltaic::ffi::ReleasableStorage;
 use voltaic::nn::{
-    BatchNorm1d, BatchNorm2d, Conv1d, Conv2d, ConvTranspose2d, Embedding, Forward, Gather, GroupNorm,
-    LayerNorm, Linear, Module, ModuleExt, MultiheadAttention, Parameter, Sequential, name_parameters,
-    take_gather_failure,
+    BatchNorm1d, BatchNorm2d, Conv1d, Conv2d, ConvTranspose2d, Embedding, Forward, GroupNorm, LayerNorm,
+    Linear, Module, ModuleExt, MultiheadAttention, Parameter, Sequential, Sharding, name_parameters,
+    take_unshard_failure,
 };
 use voltaic::optim::{BuildOptimizer, ParamGroupSpec, Sgd};
 use voltaic::precision::autocast;
@@ -22,50 +22,50 @@ const CPU: tch::Device = tch::Device::Cpu;
 #[derive(Debug, Default)]
 pub struct Copies {
     kept: Mutex<HashMap<u64, (Tensor, ReleasableStorage)>>,
-    pub gathered: AtomicUsize,
+    pub unsharded: AtomicUsize,
     pub fails: AtomicBool,
 }
 
 impl Copies {
-    /// Takes all weights of a module away.
+    /// Reshards all weights of a module.
     pub fn of(module: &dyn Module) -> Arc<Self> {
         let copies = Arc::new(Self::default());
         for parameter in module.parameters() {
             let entry = (parameter.detach().copy(), ReleasableStorage::of(parameter.leaf()));
             copies.kept.lock().unwrap().insert(parameter.id(), entry);
-            parameter.attach_gather(copies.clone()).unwrap();
-            copies.take_away(&parameter).unwrap();
+            parameter.attach_sharding(copies.clone()).unwrap();
+            copies.reshard_now(&parameter).unwrap();
         }
         copies
     }
 
-    pub fn take_away(&self, parameter: &Parameter) -> voltaic::Result<()> {
+    pub fn reshard_now(&self, parameter: &Parameter) -> voltaic::Result<()> {
         let mut kept = self.kept.lock().unwrap();
         let (_, storage) = kept.get_mut(&parameter.id()).unwrap();
         storage.release()?;
-        parameter.set_away(true)
+        parameter.set_sharded(true)
     }
 }
 
-impl Gather for Copies {
-    fn gather(&self, parameter: &Parameter) -> voltaic::Result<()> {
+impl Sharding for Copies {
+    fn unshard(&self, parameter: &Parameter) -> voltaic::Result<()> {
         if self.fails.load(Ordering::Relaxed) {
             let what = format!("rank 1 has {:?} and is gone", parameter.fqn());
             return Err(voltaic::error::ConfigError::new("copies", what, "start again").into());
         }
-        self.gathered.fetch_add(1, Ordering::Relaxed);
+        self.unsharded.fetch_add(1, Ordering::Relaxed);
         let mut kept = self.kept.lock().unwrap();
         let (values, storage) = kept.get_mut(&parameter.id()).unwrap();
         storage.refill(values)?;
-        parameter.set_away(false)
+        parameter.set_sharded(false)
     }
 
-    fn release(&self, parameter: &Parameter, is_changed: bool) -> voltaic::Result<()> {
+    fn reshard(&self, parameter: &Parameter, is_changed: bool) -> voltaic::Result<()> {
         if is_changed {
             let values = parameter.leaf().f_detach()?.copy();
             self.kept.lock().unwrap().get_mut(&parameter.id()).unwrap().0 = values;
         }
-        self.take_away(parameter)
+        self.reshard_now(parameter)
     }
 }
 
@@ -78,7 +78,7 @@ fn copies(module: &dyn Module) -> Vec<(String, Tensor)> {
 }
 
 #[test]
-fn what_is_known_of_a_weight_is_known_while_it_is_away() {
+fn what_is_known_of_a_weight_is_known_while_it_is_sharded() {
     let net = net();
     name_parameters(&net);
     let before = copies(&net);
@@ -89,55 +89,55 @@ fn what_is_known_of_a_weight_is_known_while_it_is_away() {
     assert_eq!((weight.kind(), weight.requires_grad(), weight.grad().defined()), (Kind::Float, true, false));
     assert_eq!((net.num_parameters(false), weight.device()), (12 + 4 + 8, CPU));
     assert_contains!(format!("{weight:?}"), "\"0.weight\"", "[4, 3]");
-    assert!(weight.is_away() && weight.is_kept());
-    assert_eq!(copies.gathered.load(Ordering::Relaxed), 0, "nothing of this needs the values");
-    // values are gathered where they are touched, and stay
-    assert!(weight.equal(&before[0].1) && !weight.is_away());
-    copies.take_away(&weight).unwrap();
+    assert!(weight.is_sharded() && weight.is_kept());
+    assert_eq!(copies.unsharded.load(Ordering::Relaxed), 0, "nothing of this needs the values");
+    // it is unsharded where its values are accessed, and stays so
+    assert!(weight.equal(&before[0].1) && !weight.is_sharded());
+    copies.reshard_now(&weight).unwrap();
     // a state dict lasts, and lets go of the weights
     let state = net.state_dict();
-    assert!(net.parameters().iter().all(Parameter::is_away));
+    assert!(net.parameters().iter().all(Parameter::is_sharded));
     assert_same("weights", &state, &before);
     // what is loaded is kept
     let loaded: Vec<_> = before.iter().map(|(fqn, tensor)| (fqn.clone(), tensor + 1.0)).collect();
     net.load_state_dict(&loaded, true).unwrap();
-    assert!(net.parameters().iter().all(Parameter::is_away));
+    assert!(net.parameters().iter().all(Parameter::is_sharded));
     assert_same("weights", &net.state_dict(), &loaded);
     assert!(net.load_state_dict(&loaded[1..], true).is_err());
     weight.update(|weight| Ok(weight.shallow_clone().f_zero_().map(drop)?)).unwrap();
     assert_eq!(weight.with_whole(|weight| Ok(weight.abs().max().double_value(&[]))).unwrap(), 0.0);
     // it cannot be moved meanwhile
     assert_error!(net.to_dtype(Kind::Double), "0.weight: its strategy keeps the values");
-    assert!(weight.attach_gather(copies.clone()).is_err() && weight.detach_gather().is_err());
+    assert!(weight.attach_sharding(copies.clone()).is_err() && weight.detach_sharding().is_err());
     for parameter in net.parameters() {
         parameter.try_tensor().unwrap();
-        parameter.detach_gather().unwrap();
+        parameter.detach_sharding().unwrap();
     }
     net.to_dtype(Kind::Double).unwrap();
     assert_eq!(weight.kind(), Kind::Double);
 }
 
 #[test]
-fn training_with_weights_that_come_and_go_is_the_same() {
-    let (plain, away) = (net(), net());
-    away.load_state_dict(&plain.state_dict(), true).unwrap();
-    let copies = Copies::of(&away);
+fn training_with_weights_that_are_sharded_is_the_same() {
+    let (plain, sharded) = (net(), net());
+    sharded.load_state_dict(&plain.state_dict(), true).unwrap();
+    let copies = Copies::of(&sharded);
     let input = Tensor::arange(6, (Kind::Float, CPU)).view([2, 3]);
     let loss = |net: &Sequential| net.forward(&input).unwrap().square().mean(Kind::Float);
-    let [expected, found] = [loss(&plain), loss(&away)];
-    assert_eq!(copies.gathered.load(Ordering::Relaxed), 4, "each once");
+    let [expected, found] = [loss(&plain), loss(&sharded)];
+    assert_eq!(copies.unsharded.load(Ordering::Relaxed), 4, "each once");
     assert!(found.equal(&expected));
     // freed between forward and backward, and refilled: autograd takes it for the same weight
-    away.parameters().iter().for_each(|parameter| copies.take_away(parameter).unwrap());
-    away.parameters().iter().for_each(|parameter| drop(parameter.try_tensor().unwrap().size()));
+    sharded.parameters().iter().for_each(|parameter| copies.reshard_now(parameter).unwrap());
+    sharded.parameters().iter().for_each(|parameter| drop(parameter.try_tensor().unwrap().size()));
     [expected, found].iter().for_each(Tensor::backward);
-    for ((fqn, expected), found) in plain.named_parameters().into_iter().zip(away.parameters()) {
+    for ((fqn, expected), found) in plain.named_parameters().into_iter().zip(sharded.parameters()) {
         assert!(found.grad().equal(&expected.grad()), "{fqn}");
     }
     // an optimizer does not update what is not there
-    away.parameters().iter().for_each(|parameter| copies.take_away(parameter).unwrap());
-    let mut optimizer = Sgd::new(0.1).build(vec![ParamGroupSpec::new(away.named_parameters())]).unwrap();
-    assert_error!(optimizer.step(), "0.weight is away", "Strategy::optimizers");
+    sharded.parameters().iter().for_each(|parameter| copies.reshard_now(parameter).unwrap());
+    let mut optimizer = Sgd::new(0.1).build(vec![ParamGroupSpec::new(sharded.named_parameters())]).unwrap();
+    assert_error!(optimizer.step(), "0.weight is sharded", "Strategy::optimizers");
 }
 
 #[test]
@@ -147,7 +147,7 @@ fn copies_of_autocast_go_with_their_weight() {
     let input = Tensor::ones([2, 3], (Kind::Float, CPU));
     let _region = autocast(Device::Cpu, Kind::BFloat16).unwrap();
     let first = net.forward(&input).unwrap();
-    net.parameters().iter().for_each(|parameter| copies.take_away(parameter).unwrap());
+    net.parameters().iter().for_each(|parameter| copies.reshard_now(parameter).unwrap());
     let doubled = net.state_dict().into_iter().map(|(fqn, tensor)| (fqn, tensor * 2.0)).collect::<Vec<_>>();
     net.load_state_dict(&doubled, true).unwrap();
     let second = net.forward(&input).unwrap();
@@ -163,14 +163,14 @@ fn check_missing(name: &str, module: &dyn Module, forward: &dyn Fn() -> anyhow::
         for parameter in module.parameters() {
             parameter.try_tensor().unwrap();
         }
-        copies.take_away(&missing).unwrap();
+        copies.reshard_now(&missing).unwrap();
         copies.fails.store(true, Ordering::Relaxed);
         let Err(error) = forward() else { panic!("{name} goes on without {:?}", missing.fqn()) };
         let text = format!("{error:#}");
         assert!(text.contains("rank 1 has") && text.contains("and is gone; start again"), "{name}: {text}");
         copies.fails.store(false, Ordering::Relaxed);
     }
-    assert!(take_gather_failure().is_none());
+    assert!(take_unshard_failure().is_none());
 }
 
 #[test]
@@ -209,8 +209,8 @@ fn an_undefined_tensor_stands_for_what_cannot_be_had() {
     let copies = Copies::of(&net);
     copies.fails.store(true, Ordering::Relaxed);
     assert!(!net.weight.tensor().defined());
-    let error = take_gather_failure().unwrap().to_string();
-    assert!(error.contains("is gone") && take_gather_failure().is_none(), "{error}");
+    let error = take_unshard_failure().unwrap().to_string();
+    assert!(error.contains("is gone") && take_unshard_failure().is_none(), "{error}");
     let input = Tensor::ones([2, 3], (Kind::Float, CPU));
     for result in [
         input.f_linear(&net.weight, None::<&Tensor>),
@@ -223,7 +223,7 @@ fn an_undefined_tensor_stands_for_what_cannot_be_had() {
         assert!(result.is_err(), "memory that is not there must not be read");
     }
     assert_error!(net.try_state_dict(), "is gone");
-    assert!(!net.state_dict()[0].1.defined() && take_gather_failure().is_some());
+    assert!(!net.state_dict()[0].1.defined() && take_unshard_failure().is_some());
 }
 
 #[test]
@@ -237,13 +237,13 @@ fn a_capture_by_hand_refuses_a_weight_that_a_strategy_keeps() {
         if is_whole {
             net.parameters().iter().for_each(|parameter| parameter.try_tensor().map(drop).unwrap());
         } else {
-            net.parameters().iter().for_each(|parameter| copies.take_away(parameter).unwrap());
+            net.parameters().iter().for_each(|parameter| copies.reshard_now(parameter).unwrap());
         }
         let graph = voltaic::graph::HpuGraph::new();
         assert_error!(graph.capture(|| net.forward(&input)), "0.weight", "strategy");
         assert!(!graph.is_captured());
     }
-    net.parameters().iter().for_each(|parameter| parameter.detach_gather().unwrap());
+    net.parameters().iter().for_each(|parameter| parameter.detach_sharding().unwrap());
     let graph = voltaic::graph::HpuGraph::new();
     let output = graph.capture(|| net.forward(&input)).unwrap();
     graph.replay().unwrap();
