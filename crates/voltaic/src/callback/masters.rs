@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use tch::{Kind, Tensor};
 
-use crate::checkpoint::{Checkpoint, MASTER, Part, optimizer_name, parameter_of};
+use crate::checkpoint::{Checkpoint, MASTER, Shard, optimizer_name, parameter_of};
 use crate::error::Result;
 use crate::module::HookContext;
 
@@ -34,11 +34,11 @@ pub(super) fn with_masters(
     state.into_iter().map(of).collect()
 }
 
-/// Master weights of a checkpoint: whole tensors by fqn, and this rank's parts, called by their fqn.
+/// Master weights of a checkpoint: whole tensors by fqn, and this rank's shards, called by their fqn.
 #[derive(Default)]
 pub(super) struct Masters {
     pub whole: Vec<(String, Tensor)>,
-    pub parts: Vec<Part>,
+    pub shards: Vec<Shard>,
 }
 
 /// Puts `weights` in the place of the master weights of a checkpoint, so that a resumed run trains from them. Returns what was
@@ -56,15 +56,15 @@ pub(super) fn exchange_masters(checkpoint: &mut Checkpoint, weights: &[(String, 
     }
     let prefixes: Vec<String> =
         (0..training.optimizers.len()).map(|index| optimizer_name(index, &format!("{MASTER}."))).collect();
-    for part in &mut checkpoint.parts {
-        let fqn = prefixes.iter().find_map(|prefix| part.name.strip_prefix(prefix.as_str()));
+    for shard in &mut checkpoint.shards {
+        let fqn = prefixes.iter().find_map(|prefix| shard.name.strip_prefix(prefix.as_str()));
         let Some((fqn, weight)) = fqn.and_then(|fqn| Some((fqn.to_owned(), by_fqn.get(fqn)?))) else {
             continue;
         };
-        let weight = part.shard.of(weight)?.f_to_device(part.values.device())?;
-        let weight = weight.f_to_kind(part.values.kind())?;
-        let values = std::mem::replace(&mut part.values, weight);
-        there.parts.push(Part { name: fqn, shard: part.shard.clone(), values });
+        let weight = shard.spec.of(weight)?.f_to_device(shard.values.device())?;
+        let weight = weight.f_to_kind(shard.values.kind())?;
+        let values = std::mem::replace(&mut shard.values, weight);
+        there.shards.push(Shard { name: fqn, spec: shard.spec.clone(), values });
     }
     Ok(there)
 }

@@ -7,7 +7,7 @@ use tch::Tensor;
 use voltaic_macros::Defaults;
 
 use super::masters::{exchange_masters, with_masters};
-use crate::checkpoint::{Checkpoint, Part, callback_name};
+use crate::checkpoint::{Checkpoint, Shard, callback_name};
 use crate::data::Stage;
 use crate::device::Device;
 use crate::error::{ConfigError, ConfigProblem, Result};
@@ -201,26 +201,27 @@ impl Callback for WeightAveraging {
         if self.average.is_empty() || self.num_averaged == 0 {
             return Ok(());
         }
-        let (mut tensors, mut parts) = (Vec::new(), Vec::new());
+        let (mut tensors, mut shards) = (Vec::new(), Vec::new());
         if self.is_swapped {
             // a resumed run trains from the weights that were trained
             let there = exchange_masters(checkpoint, &self.average)?;
             tensors
                 .extend(there.whole.into_iter().map(|(fqn, average)| (format!("{AVERAGE}{fqn}"), average)));
-            let named = |part: Part| Part { name: callback_name(&format!("{AVERAGE}{}", part.name)), ..part };
-            parts.extend(there.parts.into_iter().map(named));
+            let named =
+                |shard: Shard| Shard { name: callback_name(&format!("{AVERAGE}{}", shard.name)), ..shard };
+            shards.extend(there.shards.into_iter().map(named));
         }
         for (name, average) in &self.average {
-            if let Some(part) = checkpoint.parts.iter_mut().find(|part| part.name == *name) {
-                let own = part.shard.of(average)?.f_to_device(part.values.device())?;
-                let rounded = own.f_to_kind(part.values.kind())?;
+            if let Some(shard) = checkpoint.shards.iter_mut().find(|shard| shard.name == *name) {
+                let own = shard.spec.of(average)?.f_to_device(shard.values.device())?;
+                let rounded = own.f_to_kind(shard.values.kind())?;
                 let trained = match self.is_swapped {
                     true => rounded,
-                    false => std::mem::replace(&mut part.values, rounded),
+                    false => std::mem::replace(&mut shard.values, rounded),
                 };
                 let mut add = |prefix: &str, values: Tensor| {
                     let name = callback_name(&format!("{prefix}{name}"));
-                    parts.push(Part { name, shard: part.shard.clone(), values });
+                    shards.push(Shard { name, spec: shard.spec.clone(), values });
                 };
                 if !self.is_swapped && own.kind() != trained.kind() {
                     add(AVERAGE, own);
@@ -244,7 +245,7 @@ impl Callback for WeightAveraging {
         }
         if let Some(training) = &mut checkpoint.training {
             training.callbacks.extend(tensors);
-            checkpoint.parts.extend(parts);
+            checkpoint.shards.extend(shards);
         }
         Ok(())
     }

@@ -21,9 +21,9 @@ const MAX_SNAPSHOTS: usize = 2;
 ///
 /// Links and removals wait for the checkpoints before them, and are skipped if one of those could not be written, so that the last
 /// good checkpoint is kept. An error is returned by the next save, at the latest at the end of the fit. Lightning's
-/// `AsyncCheckpointIO`, and `torch.distributed.checkpoint.async_save` for ranks that have parts.
+/// `AsyncCheckpointIO`, and `torch.distributed.checkpoint.async_save` for ranks that have shards.
 ///
-/// Of a checkpoint of which ranks have parts, each rank copies its own. The threads of all ranks then save it together, over a process
+/// Of a checkpoint of which ranks have shards, each rank copies its own. The threads of all ranks then save it together, over a process
 /// group of their own. An error of one rank is that of all.
 pub struct AsyncCheckpointIo {
     inner: Arc<Mutex<Box<dyn CheckpointIo>>>,
@@ -103,13 +103,13 @@ impl CheckpointIo for AsyncCheckpointIo {
         worker.send(Job::Save(snapshot, path.to_path_buf(), storage_options.cloned()))
     }
 
-    fn reads_parts(&self) -> bool {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner).reads_parts()
+    fn reads_shards(&self) -> bool {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner).reads_shards()
     }
 
     /// # Sync
     /// Copies this rank's tensors to the host.
-    fn save_parts(
+    fn save_shards(
         &mut self,
         checkpoint: &Checkpoint,
         ranks: &ProcessGroup,
@@ -122,7 +122,7 @@ impl CheckpointIo for AsyncCheckpointIo {
         });
         let snapshot = as_on_all(begun, ranks, path)?; // or the threads of the others would wait for this rank's
         let group = self.group(ranks)?;
-        self.worker()?.send(Job::SaveParts(snapshot, group, path.to_path_buf(), storage_options.cloned()))
+        self.worker()?.send(Job::SaveShards(snapshot, group, path.to_path_buf(), storage_options.cloned()))
     }
 
     fn load_checkpoint(&mut self, path: &Path) -> Result<Checkpoint> {
@@ -155,22 +155,22 @@ impl CheckpointIo for AsyncCheckpointIo {
 
 enum Job {
     Save(Box<Checkpoint>, PathBuf, Option<Value>),
-    SaveParts(Box<Checkpoint>, Arc<ProcessGroup>, PathBuf, Option<Value>),
+    SaveShards(Box<Checkpoint>, Arc<ProcessGroup>, PathBuf, Option<Value>),
     Remove(PathBuf),
     Link(PathBuf, PathBuf),
 }
 
 impl Job {
     fn is_save(&self) -> bool {
-        matches!(self, Self::Save(..) | Self::SaveParts(..))
+        matches!(self, Self::Save(..) | Self::SaveShards(..))
     }
 
     fn run(self, io: &mut dyn CheckpointIo) -> Result<()> {
         match self {
             Self::Save(checkpoint, path, options) => io.save_checkpoint(&checkpoint, &path, options.as_ref()),
-            Self::SaveParts(checkpoint, group, path, options) => {
+            Self::SaveShards(checkpoint, group, path, options) => {
                 let _named = collective_scope(format!("checkpoint {IN_BACKGROUND}"));
-                let saved = io.save_parts(&checkpoint, &group, &path, options.as_ref());
+                let saved = io.save_shards(&checkpoint, &group, &path, options.as_ref());
                 saved.map_err(|error| match error {
                     // these connections are not those of training, where all ranks get the error
                     Error::Distributed(_) => not_saved(&path, of_rank(group.rank(), error)),

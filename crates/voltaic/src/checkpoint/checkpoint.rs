@@ -21,20 +21,20 @@ pub struct Checkpoint {
     pub training: Option<TrainingState>,
     /// Facts about the run that do not depend on the kind of checkpoint.
     pub meta: CheckpointMeta,
-    /// What this rank has of tensors that are divided among ranks, which are in none of the other lists; empty if all are whole.
-    pub parts: Vec<Part>,
-    /// Other names of weights in `parts` that are tied, each with the name that they have there.
+    /// What this rank has of tensors that are sharded among ranks, which are in none of the other lists; empty if none is.
+    pub shards: Vec<Shard>,
+    /// Other names of weights in `shards` that are tied, each with the name that they have there.
     pub tied: Vec<(String, String)>,
 }
 
-/// What one rank has of a tensor that is divided among ranks.
+/// What one rank has of a tensor that is sharded among ranks.
 #[derive(Debug)]
-pub struct Part {
+pub struct Shard {
     /// The name that the tensor has in a file, such as `conv.weight` or `voltaic:optimizer.0.exp_avg.conv.weight`.
     pub name: String,
-    /// Where the elements lie in the whole tensor.
-    pub shard: ShardSpec,
-    /// The elements, in row-major order: `[shard.range.len()]`, perhaps none.
+    /// Where the elements lie in the unsharded tensor.
+    pub spec: ShardSpec,
+    /// The elements, in row-major order: `[spec.range.len()]`, perhaps none.
     pub values: Tensor,
 }
 
@@ -80,7 +80,7 @@ pub struct TrainingState {
     pub json: serde_json::Value,
     /// The local state of ranks 1, 2, ...; empty if there was one rank.
     pub ranks: Vec<RankState>,
-    /// Parameters that have had a gradient, of those whose gradients are among the parts of the checkpoint.
+    /// Parameters that have had a gradient, of those whose gradients are among the shards of the checkpoint.
     pub had_grad: Vec<String>,
 }
 
@@ -130,7 +130,7 @@ impl Checkpoint {
     /// Leaves out weights whose names do not pass.
     pub(crate) fn keep(&mut self, stays: &dyn Fn(&str) -> bool) {
         self.weights.retain(|(name, _)| stays(name));
-        self.parts.retain(|part| stays(&part.name));
+        self.shards.retain(|shard| stays(&shard.name));
         self.tied.retain(|(alias, _)| stays(alias));
     }
 
@@ -153,9 +153,9 @@ impl Checkpoint {
     fn with_tensors(&self, convert: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
         let training = self.training.as_ref().map(|training| training.with_tensors(&convert));
         let weights = converted(&self.weights, &convert)?;
-        let parts = converted_parts(&self.parts, &convert)?;
+        let shards = converted_shards(&self.shards, &convert)?;
         let (meta, tied) = (self.meta.clone(), self.tied.clone());
-        Ok(Self { weights, training: training.transpose()?, meta, parts, tied })
+        Ok(Self { weights, training: training.transpose()?, meta, shards, tied })
     }
 }
 
@@ -166,7 +166,7 @@ impl TrainingState {
         Self { optimizers, json: self.json.clone(), ..Self::default() }
     }
 
-    /// The local state of rank 0, or of another rank that saves its own parts; tensors are shared.
+    /// The local state of rank 0, or of another rank that saves its own shards; tensors are shared.
     pub(super) fn own(&self) -> Result<RankState> {
         let shared = |tensors: &[(String, Tensor)]| converted(tensors, &|tensor| Ok(tensor.shallow_clone()));
         Ok(RankState {
@@ -253,15 +253,15 @@ fn converted(
     tensors.iter().map(|(name, tensor)| Ok((name.clone(), convert(tensor)?))).collect()
 }
 
-/// The parts on the host; those that are there are shared.
-pub(crate) fn parts_to_host(parts: &[Part]) -> Result<Vec<Part>> {
-    converted_parts(parts, &|tensor| Ok(tensor.f_to_device(tch::Device::Cpu)?))
+/// The shards on the host; those that are there are shared.
+pub(crate) fn shards_to_host(shards: &[Shard]) -> Result<Vec<Shard>> {
+    converted_shards(shards, &|tensor| Ok(tensor.f_to_device(tch::Device::Cpu)?))
 }
 
-fn converted_parts(parts: &[Part], convert: &dyn Fn(&Tensor) -> Result<Tensor>) -> Result<Vec<Part>> {
-    let convert = |part: &Part| {
-        let (name, shard) = (part.name.clone(), part.shard.clone());
-        Ok(Part { name, shard, values: convert(&part.values)? })
+fn converted_shards(shards: &[Shard], convert: &dyn Fn(&Tensor) -> Result<Tensor>) -> Result<Vec<Shard>> {
+    let convert = |shard: &Shard| {
+        let (name, spec) = (shard.name.clone(), shard.spec.clone());
+        Ok(Shard { name, spec, values: convert(&shard.values)? })
     };
-    parts.iter().map(convert).collect()
+    shards.iter().map(convert).collect()
 }

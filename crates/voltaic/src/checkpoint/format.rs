@@ -14,7 +14,7 @@ use tch::{Kind, Tensor};
 
 use super::atomic::write_atomically;
 use super::budget::{Budget, ReadLimits};
-use super::checkpoint::{Checkpoint, CheckpointMeta, FORMAT_VERSION, Part, RankState, TrainingState};
+use super::checkpoint::{Checkpoint, CheckpointMeta, FORMAT_VERSION, RankState, Shard, TrainingState};
 use super::stream::{Planned, bytes_of, of_size, patch, write_tensors};
 use crate::config::read_file;
 use crate::dtype::DtypeNames;
@@ -189,9 +189,9 @@ pub(super) fn note_saved_at(saved_at: u64) {
 /// # Errors
 /// As [`Checkpoint::save`], and if a tensor has a dtype that safetensors has not.
 pub fn write(checkpoint: &Checkpoint, path: &Path) -> Result<()> {
-    if let Some(part) = checkpoint.parts.first() {
-        let what = format!("it has a part of {} only, which is divided among ranks", part.name);
-        let remedy = "save it through the trainer, with a CheckpointIo that saves parts, or without it";
+    if let Some(shard) = checkpoint.shards.first() {
+        let what = format!("it has a shard of {} only, that of one of several ranks", shard.name);
+        let remedy = "save it through the trainer, with a CheckpointIo that saves shards, or without it";
         return Err(cannot_hold(&checkpoint.meta.module, what, remedy));
     }
     let num_optimizers = checkpoint.training.as_ref().map_or(0, |training| training.optimizers.len());
@@ -528,21 +528,21 @@ impl Checkpoint {
         write(self, path)
     }
 
-    /// Makes whole tensors of the parts of a run that has one rank. A part of a gradient is added to what the rank has of it whole, of a
+    /// Makes unsharded tensors of the shards of a run that has one rank. A shard of a gradient is added to what the rank has of it unsharded, of a
     /// later backward pass.
     ///
     /// # Errors
-    /// If a part is not all of its tensor; if its name has no meaning.
-    pub(crate) fn merge_parts(&mut self) -> Result<()> {
+    /// If a shard is not all of its tensor; if its name has no meaning.
+    pub(crate) fn merge_shards(&mut self) -> Result<()> {
         let mut none = TrainingState::default();
         let training = self.training.as_mut().unwrap_or(&mut none);
         let had: HashSet<String> = training.had_grad.drain(..).map(|fqn| grad_name(&fqn)).collect();
         let is_grad = |name: &str| name.starts_with(&grad_name(""));
-        for Part { name, shard, values } in self.parts.drain(..) {
+        for Shard { name, spec, values } in self.shards.drain(..) {
             if is_grad(&name) && !had.contains(&name) {
                 continue;
             }
-            let whole = values.f_reshape(shard.shape.as_slice())?;
+            let whole = values.f_reshape(spec.shape.as_slice())?;
             let mut grads = training.grads.iter_mut();
             if let Some((_, grad)) = grads.find(|(fqn, _)| grad_name(fqn) == name) {
                 *grad = grad.f_add(&whole.f_to_device(grad.device())?)?;

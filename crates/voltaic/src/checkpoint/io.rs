@@ -27,16 +27,16 @@ pub trait CheckpointIo: Send {
         storage_options: Option<&Value>,
     ) -> Result<()>;
 
-    /// Writes a checkpoint of which this rank has the [parts](Checkpoint::parts), so that `path` leads to either the old one or the
+    /// Writes a checkpoint of which this rank has the [shards](Checkpoint::shards), so that `path` leads to either the old one or the
     /// whole new one, whatever happens. Everything else is the same on all ranks, except for their local state: gradients, metrics
-    /// and random states. The default gathers all parts on rank 0, which calls [`CheckpointIo::save_checkpoint`].
+    /// and random states. The default gathers all shards on rank 0, which calls [`CheckpointIo::save_checkpoint`].
     ///
     /// # Collective
     /// All ranks must call it.
     ///
     /// # Errors
     /// On all ranks if one of them cannot write; if `storage_options` has options that this class does not support.
-    fn save_parts(
+    fn save_shards(
         &mut self,
         checkpoint: &Checkpoint,
         ranks: &ProcessGroup,
@@ -48,10 +48,10 @@ pub trait CheckpointIo: Send {
         as_on_rank_zero(saved, ranks, path)
     }
 
-    /// Whether a path leads to a file or folder as [`FileCheckpointIo`] writes it. Ranks with sharded states then read their parts
+    /// Whether a path leads to a file or folder as [`FileCheckpointIo`] writes it. Ranks with sharded states then read their shards
     /// of it, without [`CheckpointIo::load_checkpoint`]: those of a folder each by itself; a file is read by rank 0 for all, tensor by
     /// tensor.
-    fn reads_parts(&self) -> bool {
+    fn reads_shards(&self) -> bool {
         false
     }
 
@@ -93,7 +93,7 @@ pub trait CheckpointIo: Send {
     }
 }
 
-/// Writes checkpoints to files, and those of which ranks have parts to folders, unless they are weights only; the default.
+/// Writes checkpoints to files, and those of which ranks have shards to folders, unless they are weights only; the default.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct FileCheckpointIo;
 
@@ -108,7 +108,7 @@ impl CheckpointIo for FileCheckpointIo {
         checkpoint.save(path)
     }
 
-    fn save_parts(
+    fn save_shards(
         &mut self,
         checkpoint: &Checkpoint,
         ranks: &ProcessGroup,
@@ -122,7 +122,7 @@ impl CheckpointIo for FileCheckpointIo {
         }
     }
 
-    fn reads_parts(&self) -> bool {
+    fn reads_shards(&self) -> bool {
         true
     }
 }
@@ -147,7 +147,7 @@ impl CheckpointIo for HpuCheckpointIo {
 
     /// # Sync
     /// Reads this rank's tensors back, weights alone piece by piece.
-    fn save_parts(
+    fn save_shards(
         &mut self,
         checkpoint: &Checkpoint,
         ranks: &ProcessGroup,
@@ -161,7 +161,7 @@ impl CheckpointIo for HpuCheckpointIo {
         }
     }
 
-    fn reads_parts(&self) -> bool {
+    fn reads_shards(&self) -> bool {
         true
     }
 }

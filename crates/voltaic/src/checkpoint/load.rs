@@ -91,7 +91,7 @@ pub fn read_weights(path: &Path) -> Result<Vec<(String, Tensor)>> {
 }
 
 impl Checkpoint {
-    /// Reads a checkpoint, a file or the folder of one that was divided among ranks, also by DeepSpeed; tensors are whole, and on the CPU.
+    /// Reads a checkpoint, a file or the folder of one that was sharded among ranks, also by DeepSpeed; tensors are whole, and on the CPU.
     ///
     /// # Errors
     /// If the file is missing, damaged, or of a later version; of a folder, if this is so of one of its files.

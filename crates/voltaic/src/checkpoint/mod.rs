@@ -1,5 +1,5 @@
 //! Checkpoints: one safetensors file with the weights under their own names and the training state beside them, or a folder with
-//! such a file of each rank that has a part of the state.
+//! such a file of each rank that has shards of the state.
 //!
 //! A file gets its name only when it is complete and on disk (`atomic`), so a crash at any moment leaves the previous checkpoint intact.
 //! [`Checkpoint`] is the content, `format` the layout of a file, `shards` that of a folder; `docs/checkpoint_format.md` describes both.
@@ -36,9 +36,9 @@ pub(crate) use atomic::{Claim, remove_unfinished, temporary_file};
 pub use atomic::{remove_file, remove_leftovers, write_atomically};
 pub use below::is_checkpoint_below;
 pub use budget::ReadLimits;
-pub(crate) use checkpoint::parts_to_host;
+pub(crate) use checkpoint::shards_to_host;
 pub use checkpoint::{
-    Checkpoint, CheckpointMeta, CheckpointPaths, FORMAT_VERSION, Part, RankState, TrainingState,
+    Checkpoint, CheckpointMeta, CheckpointPaths, FORMAT_VERSION, RankState, Shard, TrainingState,
 };
 pub use chunk::{Chunk, ShardSpec};
 pub(crate) use deepspeed::is_deepspeed;
@@ -56,8 +56,8 @@ pub(crate) use masters::{MASTER, exact, parameter_of, use_master_weights};
 pub(crate) use one_file::read_without_optimizers;
 pub(crate) use peek::Beginning;
 pub use progress::Progress;
-pub use shards::divide::write_folder;
 pub(crate) use shards::folder::is_folder;
 pub(crate) use shards::read::Shards;
+pub use shards::shard::write_folder;
 pub use torch_file::{read_torch, read_torch_within, write_torch};
 pub(crate) use unread::{Failures, Unread};

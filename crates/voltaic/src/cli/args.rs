@@ -155,7 +155,7 @@ enum GraphAction {
 /// Options of `convert`.
 #[derive(Args)]
 pub(super) struct ConvertArgs {
-    /// A checkpoint of voltaic (a file, or the folder of a divided run), Lightning or DeepSpeed (the folder with `latest`, or that of a
+    /// A checkpoint of voltaic (a file, or the folder of a sharded run), Lightning or DeepSpeed (the folder with `latest`, or that of a
     /// tag), a file of torch.save, or safetensors.
     pub input: PathBuf,
     /// Where to write.
@@ -188,7 +188,7 @@ pub(super) struct ConvertArgs {
     /// The stage of ZeRO in which DeepSpeed's folder is written.
     #[arg(long, value_name = "1|2|3", value_parser = clap::value_parser!(u8).range(1..=3))]
     pub stage: Option<u8>,
-    /// The number of ranks that a folder, voltaic's or DeepSpeed's, is divided among; that of the run unless given.
+    /// The number of ranks that a folder, voltaic's or DeepSpeed's, is sharded among; that of the run unless given.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub partitions: Option<u32>,
     /// How many times the size of a file of PyTorch or Lightning, or of a folder, its values and tensors may take, and 64 MiB more.
@@ -208,7 +208,7 @@ fn renamed(text: &str) -> Result<(String, String), String> {
 pub(super) enum Format {
     /// voltaic's own, to be resumed.
     Voltaic,
-    /// voltaic's own as a folder that is divided among ranks, to be resumed by any number of them.
+    /// voltaic's own as a folder that is sharded among ranks, to be resumed by any number of them.
     Folder,
     /// DeepSpeed's folder, in stage 2 unless --stage is given: to be resumed there, or read by its scripts.
     #[value(name = "deepspeed")]

@@ -153,9 +153,9 @@ impl Registry {
         let build = move |request: &RunRequest| {
             let make = || make::<M>("model", &for_build, request);
             let trainer = request.section::<TrainerConfig>("trainer");
-            let divides = trainer.is_ok_and(|trainer| trainer.strategy.may_divide_weights());
+            let is_sharded = trainer.is_ok_and(|trainer| trainer.strategy.may_shard_weights());
             let model = match request.verb() {
-                _ if divides => init::deferred(make),
+                _ if is_sharded => init::deferred(make),
                 // none is left as it is drawn, and a text has its own random numbers
                 Verb::Generate if request.takes_all_weights() => init::without_draws(make),
                 _ => make(),

@@ -122,8 +122,8 @@ pub trait Callback: Send {
     /// Called when the run fails or is interrupted, before the error is returned.
     fn on_exception(&mut self, ctx: &mut HookContext, error: &crate::Error) {}
 
-    /// Called with each checkpoint before it is written; may change it. What a strategy has divided among ranks is in
-    /// [`parts`](Checkpoint::parts), on each rank its own, and not in the other lists.
+    /// Called with each checkpoint before it is written; may change it. What a strategy has sharded among ranks is in
+    /// [`shards`](Checkpoint::shards), on each rank its own, and not in the other lists.
     fn on_save_checkpoint(
         &mut self,
         ctx: &mut HookContext,
@@ -132,8 +132,8 @@ pub trait Callback: Send {
         Ok(())
     }
 
-    /// Called with the checkpoint that a run starts from, when the module has its weights. Where each rank reads its parts of a
-    /// checkpoint that is divided among ranks, weights and states of optimizers are not in it. Where the call does not train, states of
+    /// Called with the checkpoint that a run starts from, when the module has its weights. Where each rank reads its shards of a
+    /// checkpoint that is sharded among ranks, weights and states of optimizers are not in it. Where the call does not train, states of
     /// optimizers may be missing, too.
     fn on_load_checkpoint(&mut self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
         Ok(())

@@ -21,7 +21,7 @@ use crate::optim::{Optimizer, ParamGroup, ParamValue};
 /// ```
 ///
 /// # Collective
-/// If the strategy divides states: all ranks must call these functions with the same names, in the same order. What is wrong is an
+/// If the strategy shards states: all ranks must call these functions with the same names, in the same order. What is wrong is an
 /// error on all.
 impl HookContext<'_> {
     /// A copy of a weight in float32, from the copy that is updated if there is one beside a weight of 16 bits: shape of the

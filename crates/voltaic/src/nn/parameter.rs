@@ -44,7 +44,7 @@ pub trait Sharding: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// Ends [`Sharding::unshard_for_use`]: [`Parameter::with_whole`] and [`Parameter::update`] call it when they do not need the whole weight
+    /// Ends [`Sharding::unshard_for_use`]: [`Parameter::with_unsharded`] and [`Parameter::update`] call it when they do not need the whole weight
     /// any more. With `is_changed` it was written to, and its present values must be kept.
     ///
     /// # Errors
@@ -242,20 +242,20 @@ impl Parameter {
     ///
     /// # Errors
     /// Why the weight cannot be unsharded; those of `body`.
-    pub fn with_whole<T>(&self, body: impl FnOnce(&Tensor) -> Result<T>) -> Result<T> {
-        self.use_whole(false, body)
+    pub fn with_unsharded<T>(&self, body: impl FnOnce(&Tensor) -> Result<T>) -> Result<T> {
+        self.use_unsharded(false, body)
     }
 
     /// Runs `body` without autograd. It may write to the weight, and what it has written is kept wherever a strategy keeps the values.
     ///
     /// # Errors
-    /// As [`Parameter::with_whole`].
+    /// As [`Parameter::with_unsharded`].
     pub fn update<T>(&self, body: impl FnOnce(&Tensor) -> Result<T>) -> Result<T> {
         let _no_grad = tch::no_grad_guard();
-        self.use_whole(true, body)
+        self.use_unsharded(true, body)
     }
 
-    fn use_whole<T>(&self, is_changed: bool, body: impl FnOnce(&Tensor) -> Result<T>) -> Result<T> {
+    fn use_unsharded<T>(&self, is_changed: bool, body: impl FnOnce(&Tensor) -> Result<T>) -> Result<T> {
         let Some(sharding) = self.sharding() else { return body(self.try_tensor()?) };
         sharding.unshard_for_use(self)?;
         let done = body(self.try_tensor()?);
@@ -281,7 +281,7 @@ impl Parameter {
             return Ok(self.try_tensor()?.f_detach()?);
         }
         let _no_grad = tch::no_grad_guard();
-        self.with_whole(|tensor| {
+        self.with_unsharded(|tensor| {
             let mut copy = tensor.f_empty_like()?;
             copy.f_copy_(tensor)?;
             Ok(copy)
@@ -314,7 +314,7 @@ impl Parameter {
     }
 
     /// The shape that the weight has in a state dict.
-    pub fn whole_size(&self) -> Vec<i64> {
+    pub fn full_size(&self) -> Vec<i64> {
         self.tensor_shard().map_or_else(|| self.size(), |shard| shard.shape().to_vec())
     }
 

@@ -53,7 +53,7 @@ impl Snapshot {
         let values = parameters.iter().filter(|_| parts.parameters);
         let _no_grad = tch::no_grad_guard();
         let values = values.map(|(fqn, parameter)| {
-            parameter.with_whole(|tensor| Ok((fqn.clone(), copy(tensor, parts.on_host)?)))
+            parameter.with_unsharded(|tensor| Ok((fqn.clone(), copy(tensor, parts.on_host)?)))
         });
         let buffers = module.named_buffers().into_iter();
         let buffers = buffers.map(|(fqn, buffer)| (fqn, buffer.shallow_clone()));

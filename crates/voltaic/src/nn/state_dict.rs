@@ -42,7 +42,7 @@ impl StateEntry {
 
     fn size(&self) -> Vec<i64> {
         match self {
-            Self::Parameter(parameter) => parameter.whole_size(),
+            Self::Parameter(parameter) => parameter.full_size(),
             Self::Buffer(tensor) => tensor.size(),
         }
     }

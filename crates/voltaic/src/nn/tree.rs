@@ -161,7 +161,7 @@ pub trait ModuleExt: Module {
     /// [`take_unshard_failure`](super::take_unshard_failure) has the reason; [`ModuleExt::try_state_dict`] returns it.
     ///
     /// # Collective
-    /// If a strategy divides weights among ranks: all ranks must call it.
+    /// If a strategy shards weights among ranks: all ranks must call it.
     fn state_dict(&self) -> Vec<(String, Tensor)> {
         let lasting = |parameter: &Parameter| {
             parameter.lasting().unwrap_or_else(|error| {
@@ -180,7 +180,7 @@ pub trait ModuleExt: Module {
     /// [`ModuleExt::state_dict`], with an error if a strategy cannot gather a weight.
     ///
     /// # Collective
-    /// If a strategy divides weights among ranks: all ranks must call it.
+    /// If a strategy shards weights among ranks: all ranks must call it.
     ///
     /// # Errors
     /// The strategy's.
@@ -196,7 +196,7 @@ pub trait ModuleExt: Module {
     /// name is the module's. Nothing is changed in that case. The strategy's, if it keeps the weights and cannot take others.
     ///
     /// # Collective
-    /// If a strategy divides weights among ranks: all ranks must call it, with the same values.
+    /// If a strategy shards weights among ranks: all ranks must call it, with the same values.
     fn load_state_dict(&self, state: &[(String, Tensor)], strict: bool) -> Result<IncompatibleKeys> {
         let given =
             |name: &str| state.iter().find(|(own, _)| own == name).map(|(_, values)| values.shallow_clone());
@@ -257,7 +257,7 @@ pub(crate) fn state_dict_of(
 pub(crate) fn frozen_parameters(module: &dyn Module) -> Vec<(String, Vec<i64>)> {
     let held = StateEntry::of(module).into_iter();
     held.filter_map(|(fqn, held)| match held {
-        StateEntry::Parameter(parameter) if !parameter.requires_grad() => Some((fqn, parameter.whole_size())),
+        StateEntry::Parameter(parameter) if !parameter.requires_grad() => Some((fqn, parameter.full_size())),
         _ => None,
     })
     .collect()

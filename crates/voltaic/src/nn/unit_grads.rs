@@ -10,7 +10,7 @@ use crate::ffi::{GradHook, at_backward_end};
 type OnComplete = dyn FnMut(&[Parameter]) -> anyhow::Result<()> + Send;
 
 /// Calls a closure when the gradients of all parameters of a unit, such as a layer, are complete: once in a backward pass, until this
-/// is dropped. For strategies that divide gradients;
+/// is dropped. For strategies that shard gradients;
 /// [`ModuleHooks::register_full_backward_pre_hook`](super::ModuleHooks::register_full_backward_pre_hook) runs before a unit's
 /// backward pass.
 ///

@@ -157,12 +157,12 @@ impl BuildOptimizer for OptimizerConfig {
         self.inner().is_elementwise()
     }
 
-    fn needs_whole_parameters(&self) -> bool {
-        self.inner().needs_whole_parameters()
+    fn needs_unsharded_parameters(&self) -> bool {
+        self.inner().needs_unsharded_parameters()
     }
 
-    fn gathers_whole_parameters(&self) -> bool {
-        self.inner().gathers_whole_parameters()
+    fn unshards_parameters(&self) -> bool {
+        self.inner().unshards_parameters()
     }
 
     fn build(&self, groups: Vec<ParamGroupSpec>) -> Result<Box<dyn Optimizer>> {

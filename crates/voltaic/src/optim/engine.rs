@@ -13,7 +13,7 @@ use super::optimizer::{Optimizer, OptimizerState, parameters};
 use super::param_group::{ParamGroup, SavedGroup};
 use super::replay::{Rate, Replayed};
 use super::rounding::Rounding;
-use super::values::{ParamValue, Whole};
+use super::values::{ParamValue, Unsharded};
 use crate::checkpoint::MASTER;
 use crate::error::{CheckpointError, ConfigError, OptimError, Problem, Result, first_of};
 use crate::ffi::{self, GradStatus, Gradients, RecordingPause, TensorList};
@@ -485,7 +485,7 @@ fn step_bucket<R: Rule>(
     let updates_float32 = bucket.updates_float32();
     let Some(CachedLists { lists, rounding, .. }) = &mut bucket.cached else { return Ok(is_new) };
     let needs_kernel = !R::HAS_OPERATOR || rounding.is_some() || is_in_place || bucket.gradients.are_narrow();
-    let is_exact = R::IS_EXACT_IN_ONE_PASS || bucket.has_masters; // shards get the bits of whole parameters
+    let is_exact = R::IS_EXACT_IN_ONE_PASS || bucket.has_masters; // shards get the bits of unsharded parameters
     let may = updates_float32 && is_exact && !ffi::is_recording(); // what is recorded are libtorch's operators
     let grads = bucket.gradients.collected();
     let rounded = rounding.as_ref().map(Rounding::all);
@@ -674,7 +674,7 @@ impl<R: Rule> Optimizer for Engine<R> {
 
     fn set_full_value(&mut self, fqn: &str, value: ParamValue<'_>, values: &Tensor) -> Result<()> {
         self.take_changes()?;
-        Whole::of(self.name(), &self.groups, self.state_dict().tensors).set(fqn, value, values)?;
+        Unsharded::of(self.name(), &self.groups, self.state_dict().tensors).set(fqn, value, values)?;
         self.with_masters_mut().try_for_each(Slot::note_weight)
     }
 

@@ -181,7 +181,7 @@ macro_rules! formula_optimizer {
             }
 
             /// The others take norms of parameters.
-            fn needs_whole_parameters(&self) -> bool {
+            fn needs_unsharded_parameters(&self) -> bool {
                 !self.is_elementwise()
             }
 

@@ -28,8 +28,8 @@ mod replay;
 mod rounding;
 mod settings;
 mod sgd;
+mod unsharded_params;
 mod values;
-mod whole;
 
 pub use adam::{Adam, AdamW};
 pub use adaptive::{Adadelta, Adagrad, RmsProp};
@@ -56,6 +56,6 @@ pub use optimizers::{
 };
 pub use param_group::{AdjustLr, GroupOptions, NsMethod, ParamGroup, ParamGroupSpec};
 pub use sgd::Sgd;
+pub use unsharded_params::UnshardedParameters;
 pub use values::ParamValue;
 pub(crate) use values::{kinds, no_state, parameter, shape_problem};
-pub use whole::WholeParameters;

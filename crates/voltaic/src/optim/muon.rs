@@ -82,7 +82,7 @@ impl BuildOptimizer for Muon {
         Self::NAME
     }
 
-    fn gathers_whole_parameters(&self) -> bool {
+    fn unshards_parameters(&self) -> bool {
         true
     }
 

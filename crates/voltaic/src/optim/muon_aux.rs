@@ -102,8 +102,8 @@ fn halves(group: ParamGroupSpec) -> Vec<ParamGroupSpec> {
             |(fqn, parameter): &&(String, _)| is_matrix(fqn, &group.shape(parameter)) == are_matrices;
         let params = group.params.iter().filter(of_half).cloned().collect();
         let overrides = Overrides { are_matrices, ..group.overrides.clone() };
-        let (whole, name) = (group.whole.clone(), group.name.clone());
-        ParamGroupSpec { params, overrides, whole, name, float32_states: group.float32_states }
+        let (unsharded, name) = (group.unsharded.clone(), group.name.clone());
+        ParamGroupSpec { params, overrides, unsharded, name, float32_states: group.float32_states }
     };
     let mut halves = vec![half(true), half(false)];
     halves.retain(|half| !half.params.is_empty());
@@ -118,7 +118,7 @@ impl BuildOptimizer for MuonWithAuxAdam {
         NAME
     }
 
-    fn gathers_whole_parameters(&self) -> bool {
+    fn unshards_parameters(&self) -> bool {
         true
     }
 

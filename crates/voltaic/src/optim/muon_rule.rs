@@ -1,4 +1,4 @@
-//! How Muon updates matrices, whole ones and those of which ranks have shards, and AdamW the other parameters beside them.
+//! How Muon updates matrices, unsharded ones and those of which ranks have shards, and AdamW the other parameters beside them.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::formula::mix;
 use super::newton_schulz;
 use super::param_group::{AdjustLr, GroupOptions, ParamGroup, ParamGroupSpec, SavedGroup};
 use super::replay::Rate;
-use super::whole::WholeParameters;
+use super::unsharded_params::UnshardedParameters;
 use crate::error::Result;
 use crate::ffi::{self, TensorList};
 use crate::nn::Parameter;
@@ -21,7 +21,7 @@ pub(super) struct MuonRule {
     /// For groups with its options.
     adam: AdamRule,
     /// Where ranks have shards of parameters.
-    whole: Option<Arc<dyn WholeParameters>>,
+    unsharded: Option<Arc<dyn UnshardedParameters>>,
 }
 
 const MOMENTUM: usize = 4;
@@ -73,7 +73,7 @@ fn momentum_of(options: GroupOptions) -> (f64, bool) {
     }
 }
 
-/// The update of a whole parameter, without the learning rate, in float32.
+/// The update of an unsharded parameter, without the learning rate, in float32.
 fn orthogonal(options: GroupOptions, direction: &Tensor) -> Result<Tensor> {
     let size = direction.size();
     let sides = || match size[..] {
@@ -108,14 +108,14 @@ impl MuonRule {
         adam: AdamRule,
         matrices: impl IntoIterator<Item = &'a ParamGroupSpec>,
     ) -> Self {
-        let mut whole = None;
+        let mut unsharded = None;
         for group in matrices {
             for (_, parameter) in &group.params {
-                group.whole.iter().for_each(|whole| whole.claim(parameter));
+                group.unsharded.iter().for_each(|unsharded| unsharded.claim(parameter));
             }
-            whole = whole.or(group.whole.clone());
+            unsharded = unsharded.or(group.unsharded.clone());
         }
-        Self { name, adam, whole }
+        Self { name, adam, unsharded }
     }
 
     /// What is to be subtracted, without the learning rate, for this gradient and the momentum that has it: shape and dtype of the
@@ -138,10 +138,10 @@ impl MuonRule {
         } else {
             buffer.shallow_clone()
         };
-        let update = match &self.whole {
-            Some(whole) if matrix.shape != matrix.weights.size() => {
-                match whole.gather(&matrix.param, &direction)? {
-                    Some(all) => whole.shard_of(&matrix.param, &orthogonal(group.options, &all)?)?,
+        let update = match &self.unsharded {
+            Some(unsharded) if matrix.shape != matrix.weights.size() => {
+                match unsharded.unshard(&matrix.param, &direction)? {
+                    Some(all) => unsharded.shard_of(&matrix.param, &orthogonal(group.options, &all)?)?,
                     None => direction,
                 }
             }
@@ -201,7 +201,7 @@ impl Rule for MuonRule {
                 None => slot.new_state(0.0)?,
             };
             slot.state[MOMENTUM] = Some(buffer.shallow_clone());
-            let shape = self.whole.as_ref().and_then(|whole| whole.shape(&slot.param));
+            let shape = self.unsharded.as_ref().and_then(|unsharded| unsharded.shape(&slot.param));
             let shape = shape.unwrap_or_else(|| slot.param.size());
             // the same tensor, whose memory may be changed
             let weights = slot.weights().shallow_clone();

@@ -6,7 +6,7 @@ use tch::Tensor;
 use super::clip::{GradientClip, grad_norm};
 use super::offload_states::{OffloadState, OffloadStates};
 use super::param_group::{ParamGroup, ParamGroupSpec};
-use super::values::{ParamValue, Whole, shape_problem};
+use super::values::{ParamValue, Unsharded, shape_problem};
 use crate::error::{ConfigError, Result};
 use crate::nn::Parameter;
 use crate::precision::unscale_grads;
@@ -25,7 +25,7 @@ pub trait Optimizer: Send {
     fn step(&mut self) -> Result<()>;
 
     /// In how many units [`Optimizer::step_unit`] updates the parameters. The strategy that shards parameters numbers them
-    /// ([`WholeParameters::unit`](super::WholeParameters::unit)). The default is for optimizers that update all parameters at once.
+    /// ([`UnshardedParameters::unit`](super::UnshardedParameters::unit)). The default is for optimizers that update all parameters at once.
     fn num_units(&self) -> usize {
         1
     }
@@ -160,7 +160,7 @@ pub trait Optimizer: Send {
         self.load_state_dict(state)
     }
 
-    /// The whole value of a parameter in float32, whatever of it this rank has: a copy of the parameter's shape, or of shape `[]` for a
+    /// The unsharded value of a parameter in float32, whatever of it this rank has: a copy of the parameter's shape, or of shape `[]` for a
     /// state that is a number, such as `step`. `None` for a gradient that is not there.
     ///
     /// The gradient is the mean over the ranks, once the last backward pass of an accumulation window is done, and is scaled and clipped
@@ -170,12 +170,12 @@ pub trait Optimizer: Send {
     /// [`ConfigError`](crate::error::ConfigError) if there is no parameter or state of that name.
     ///
     /// # Collective
-    /// If the strategy divides states: all ranks must call it with the same names. What is wrong is an error on all.
+    /// If the strategy shards states: all ranks must call it with the same names. What is wrong is an error on all.
     fn full_value(&self, fqn: &str, value: ParamValue<'_>) -> Result<Option<Tensor>> {
-        Whole::of(self.name(), self.param_groups(), self.state_dict().tensors).get(fqn, value)
+        Unsharded::of(self.name(), self.param_groups(), self.state_dict().tensors).get(fqn, value)
     }
 
-    /// Writes a whole value, the same on all ranks, of the shape of [`Optimizer::full_value`]; its device and dtype may be any. A weight
+    /// Writes an unsharded value, the same on all ranks, of the shape of [`Optimizer::full_value`]; its device and dtype may be any. A weight
     /// counts from the next time that it is used, a gradient and a state from the next step. DeepSpeed's `safe_set_full_fp32_param`,
     /// `safe_set_full_grad` and `safe_set_full_optimizer_state`.
     ///
@@ -185,16 +185,16 @@ pub trait Optimizer: Send {
     /// # Collective
     /// As [`Optimizer::full_value`].
     fn set_full_value(&mut self, fqn: &str, value: ParamValue<'_>, values: &Tensor) -> Result<()> {
-        Whole::of(self.name(), self.param_groups(), self.state_dict().tensors).set(fqn, value, values)
+        Unsharded::of(self.name(), self.param_groups(), self.state_dict().tensors).set(fqn, value, values)
     }
 
-    /// Copies of its master weights, whole, by fqn: the float32 tensors that it updates beside weights of 16 bits.
+    /// Copies of its master weights, unsharded, by fqn: the float32 tensors that it updates beside weights of 16 bits.
     ///
     /// # Errors
     /// libtorch's.
     ///
     /// # Collective
-    /// If the strategy divides states.
+    /// If the strategy shards states.
     fn master_weights(&mut self) -> Result<Vec<(String, Tensor)>> {
         Ok(Vec::new())
     }
@@ -221,8 +221,9 @@ pub trait Optimizer: Send {
     /// # Collective
     /// As [`Optimizer::full_value`].
     fn local_value(&self, fqn: &str, value: ParamValue<'_>) -> Result<Option<Tensor>> {
-        let whole = Whole::of(self.name(), self.param_groups(), self.state_dict().tensors).get(fqn, value)?;
-        Ok(whole.map(|whole| whole.f_reshape([-1_i64])).transpose()?)
+        let unsharded =
+            Unsharded::of(self.name(), self.param_groups(), self.state_dict().tensors).get(fqn, value)?;
+        Ok(unsharded.map(|unsharded| unsharded.f_reshape([-1_i64])).transpose()?)
     }
 
     /// Writes what this rank has of a value, of the shape of [`Optimizer::local_value`]. DeepSpeed's `safe_set_local_fp32_param`,
@@ -234,16 +235,16 @@ pub trait Optimizer: Send {
     /// # Collective
     /// As [`Optimizer::full_value`].
     fn set_local_value(&mut self, fqn: &str, value: ParamValue<'_>, values: &Tensor) -> Result<()> {
-        let whole = Whole::of(self.name(), self.param_groups(), self.state_dict().tensors);
-        let Some(own) = whole.get(fqn, value)? else {
+        let unsharded = Unsharded::of(self.name(), self.param_groups(), self.state_dict().tensors);
+        let Some(own) = unsharded.get(fqn, value)? else {
             let what = format!("{fqn} has no gradient");
-            let remedy = "set it after the backward pass, or the whole one with set_full_value";
+            let remedy = "set it after the backward pass, or the unsharded one with set_full_value";
             return Err(ConfigError::new("optimizer", what, remedy).into());
         };
         if let Some(problem) = shape_problem(fqn, value, &[own.numel() as i64], &values.size()) {
             return Err(problem.into());
         }
-        whole.set(fqn, value, &values.f_reshape(own.size())?)
+        unsharded.set(fqn, value, &values.f_reshape(own.size())?)
     }
 }
 
@@ -273,12 +274,12 @@ pub trait BuildOptimizer: Send {
     }
 
     /// Whether an update needs all of a parameter, so that shards of it cannot be updated at all.
-    fn needs_whole_parameters(&self) -> bool {
+    fn needs_unsharded_parameters(&self) -> bool {
         false
     }
 
-    /// Whether the optimizer, over shards of parameters, makes them whole by [`ParamGroupSpec::whole`] where an update needs that.
-    fn gathers_whole_parameters(&self) -> bool {
+    /// Whether the optimizer, over shards of parameters, unshards them by [`ParamGroupSpec::unsharded`] where an update needs that.
+    fn unshards_parameters(&self) -> bool {
         false
     }
 

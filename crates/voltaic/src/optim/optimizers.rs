@@ -9,7 +9,7 @@ use super::lr_scheduler::scheduler::{BuildLrScheduler, LrScheduler};
 use super::optimizer::{BuildOptimizer, Optimizer};
 use super::param_group::ParamGroupSpec;
 use super::problems::Problems;
-use super::whole::WholeParameters;
+use super::unsharded_params::UnshardedParameters;
 use crate::config::setters;
 use crate::error::Result;
 use crate::nn::{Module, ModuleExt, Parameter};
@@ -229,19 +229,19 @@ impl Optimizers {
         self.build_over(module, &|parameter| parameter.clone())
     }
 
-    /// Names of the optimizers that do not work on each element by itself, nor on whole parameters that they gather; see
-    /// [`BuildOptimizer::is_elementwise`] and [`BuildOptimizer::gathers_whole_parameters`].
+    /// Names of the optimizers that do not work on each element by itself, nor on parameters that they unshard; see
+    /// [`BuildOptimizer::is_elementwise`] and [`BuildOptimizer::unshards_parameters`].
     pub fn not_elementwise(&self) -> impl Iterator<Item = &'static str> {
         let specs = self.specs.iter().map(|spec| &spec.optimizer);
         let others =
-            specs.filter(|optimizer| !optimizer.is_elementwise() && !optimizer.gathers_whole_parameters());
+            specs.filter(|optimizer| !optimizer.is_elementwise() && !optimizer.unshards_parameters());
         others.map(|optimizer| optimizer.name())
     }
 
-    /// Names of the optimizers that cannot update shards of parameters; see [`BuildOptimizer::needs_whole_parameters`].
+    /// Names of the optimizers that cannot update shards of parameters; see [`BuildOptimizer::needs_unsharded_parameters`].
     pub fn not_divisible(&self) -> impl Iterator<Item = &'static str> {
         let specs = self.specs.iter().map(|spec| &spec.optimizer);
-        specs.filter(|optimizer| optimizer.needs_whole_parameters()).map(|optimizer| optimizer.name())
+        specs.filter(|optimizer| optimizer.needs_unsharded_parameters()).map(|optimizer| optimizer.name())
     }
 
     /// Names of optimizers that update an element by others of its parameter, too.
@@ -271,7 +271,7 @@ impl Optimizers {
         self.build_over_shards(module, in_place_of, None)
     }
 
-    /// [`Optimizers::build_over`] over shards of parameters, which `whole` makes whole.
+    /// [`Optimizers::build_over`] over shards of parameters, which `unsharded` unshards.
     ///
     /// # Errors
     /// As [`Optimizers::build`].
@@ -279,7 +279,7 @@ impl Optimizers {
         self,
         module: &dyn Module,
         in_place_of: &dyn Fn(&Parameter) -> Parameter,
-        whole: Option<Arc<dyn WholeParameters>>,
+        unsharded: Option<Arc<dyn UnshardedParameters>>,
     ) -> Result<Vec<ConfiguredOptimizer>> {
         let mut built = Vec::with_capacity(self.specs.len());
         for OptimizerSpec { optimizer, groups, scheduler } in self.specs {
@@ -288,7 +288,7 @@ impl Optimizers {
                 *parameter = in_place_of(parameter);
             }
             for group in &mut groups {
-                group.whole.clone_from(&whole);
+                group.unsharded.clone_from(&unsharded);
                 group.float32_states |= self.float32_states;
             }
             let mut optimizer = optimizer.build(groups)?;

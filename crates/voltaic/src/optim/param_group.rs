@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
 use super::problems::Problems;
-use super::whole::WholeParameters;
+use super::unsharded_params::UnshardedParameters;
 use crate::config::setters;
 use crate::error::Result;
 use crate::ffi;
@@ -28,7 +28,7 @@ use crate::nn::Parameter;
 pub struct ParamGroupSpec {
     pub(super) params: Vec<(String, Parameter)>,
     pub(super) overrides: Overrides,
-    pub(super) whole: Option<Arc<dyn WholeParameters>>,
+    pub(super) unsharded: Option<Arc<dyn UnshardedParameters>>,
     pub(super) name: Option<String>,
     pub(super) float32_states: bool,
 }
@@ -74,7 +74,7 @@ impl ParamGroupSpec {
         Self {
             params: params.into_iter().collect(),
             overrides: Overrides::default(),
-            whole: None,
+            unsharded: None,
             name: None,
             float32_states: false,
         }
@@ -87,13 +87,13 @@ impl ParamGroupSpec {
 
     /// The shape of a parameter of the group, or of the one that it is a shard of.
     pub(super) fn shape(&self, parameter: &Parameter) -> Vec<i64> {
-        let shape = self.whole.as_ref().and_then(|whole| whole.shape(parameter));
+        let shape = self.unsharded.as_ref().and_then(|unsharded| unsharded.shape(parameter));
         shape.unwrap_or_else(|| parameter.size())
     }
 
-    /// What makes parameters whole, if ranks have shards of them.
-    pub fn whole(&self) -> Option<&Arc<dyn WholeParameters>> {
-        self.whole.as_ref()
+    /// What unshards parameters, if ranks have shards of them.
+    pub fn unsharded(&self) -> Option<&Arc<dyn UnshardedParameters>> {
+        self.unsharded.as_ref()
     }
 
     setters! {
@@ -136,7 +136,7 @@ pub struct ParamGroup {
     params: Vec<(String, Parameter)>,
     /// For each parameter, the unit that it is updated in.
     units: Vec<usize>,
-    whole: Option<Arc<dyn WholeParameters>>,
+    unsharded: Option<Arc<dyn UnshardedParameters>>,
     name: Option<String>,
     /// See [`ParamGroupSpec::float32_states`].
     pub(super) float32_states: bool,
@@ -273,12 +273,25 @@ pub(super) struct Merged {
 
 impl ParamGroup {
     pub(super) fn new(spec: ParamGroupSpec, merged: Merged) -> Self {
-        let ParamGroupSpec { params, whole, name, float32_states, .. } = spec;
-        let unit = |(_, shard): &(String, Parameter)| whole.as_ref().map_or(0, |whole| whole.unit(shard));
+        let ParamGroupSpec { params, unsharded, name, float32_states, .. } = spec;
+        let unit = |(_, shard): &(String, Parameter)| {
+            unsharded.as_ref().map_or(0, |unsharded| unsharded.unit(shard))
+        };
         let units = params.iter().map(unit).collect();
         let Merged { lr, weight_decay, maximize, options } = merged;
         let initial_lr = None;
-        Self { params, units, whole, name, float32_states, lr, initial_lr, weight_decay, maximize, options }
+        Self {
+            params,
+            units,
+            unsharded,
+            name,
+            float32_states,
+            lr,
+            initial_lr,
+            weight_decay,
+            maximize,
+            options,
+        }
     }
 
     /// The parameters with their fqn and the unit that each is updated in.
@@ -286,14 +299,14 @@ impl ParamGroup {
         self.params.iter().zip(self.units.iter().copied())
     }
 
-    /// Where the weights of a parameter of float32 are to be written in 16 bits too ([`WholeParameters::rounded`]).
+    /// Where the weights of a parameter of float32 are to be written in 16 bits too ([`UnshardedParameters::rounded`]).
     pub(super) fn rounded(&self, shard: &Parameter) -> Option<Tensor> {
-        self.whole.as_ref().filter(|_| shard.kind() == Kind::Float)?.rounded(shard)
+        self.unsharded.as_ref().filter(|_| shard.kind() == Kind::Float)?.rounded(shard)
     }
 
-    /// Whether the strategy has the master weight of a parameter ([`WholeParameters::has_master`]).
+    /// Whether the strategy has the master weight of a parameter ([`UnshardedParameters::has_master`]).
     pub(super) fn has_master_elsewhere(&self, shard: &Parameter) -> bool {
-        self.whole.as_ref().is_some_and(|whole| whole.has_master(shard))
+        self.unsharded.as_ref().is_some_and(|unsharded| unsharded.has_master(shard))
     }
 
     /// The parameters with their fqn.

@@ -34,7 +34,7 @@ impl Rounding {
                 };
                 let what = format!("{} for {fqn}, which is {}", told(&target), told(weights));
                 let remedy = "give a tensor of bfloat16 or float16, of the same shape and on the same device";
-                return Err(ConfigError::new("WholeParameters::rounded", what, remedy).into());
+                return Err(ConfigError::new("UnshardedParameters::rounded", what, remedy).into());
             }
             all.push(target.shallow_clone());
             targets.push(target);

@@ -31,8 +31,8 @@ impl fmt::Display for ParamValue<'_> {
     }
 }
 
-/// An optimizer whose parameters are whole.
-pub(super) struct Whole<'a> {
+/// An optimizer whose parameters are not sharded.
+pub(super) struct Unsharded<'a> {
     name: &'static str,
     groups: &'a [ParamGroup],
     states: Vec<(String, Tensor)>,
@@ -86,7 +86,7 @@ pub(crate) fn kinds(states: &[(String, Tensor)], fqn: &str) -> Vec<String> {
     of.map(|(kind, _)| kind.to_owned()).collect()
 }
 
-impl<'a> Whole<'a> {
+impl<'a> Unsharded<'a> {
     /// One of this name, with its states by `<kind>.<fqn>`.
     pub fn of(name: &'static str, groups: &'a [ParamGroup], states: Vec<(String, Tensor)>) -> Self {
         Self { name, groups, states }

@@ -41,7 +41,7 @@ pub enum StrategyClass {
     HPUDDPStrategy(DdpConfig),
     /// `DDPStrategy` on HPUs, as `hpu_parallel`.
     HPUParallelStrategy(DdpConfig),
-    /// Divides optimizer states and more among ranks, with DeepSpeed's settings.
+    /// Shards optimizer states and more among ranks, with DeepSpeed's settings.
     DeepSpeedStrategy(Box<DeepSpeedStrategy>),
     /// `DeepSpeedStrategy` on HPUs.
     HPUDeepSpeedStrategy(Box<DeepSpeedStrategy>),
@@ -313,8 +313,8 @@ impl StrategyConfig {
         }
     }
 
-    /// Whether it may divide the weights, so that a module should be made without memory for all of them.
-    pub(crate) fn may_divide_weights(&self) -> bool {
+    /// Whether it may shard the weights, so that a module should be made without memory for all of them.
+    pub(crate) fn may_shard_weights(&self) -> bool {
         match self {
             Self::Name(name) => ["zero3", "stage_3"].iter().any(|part| name.to_lowercase().contains(part)),
             Self::Class(class) => {

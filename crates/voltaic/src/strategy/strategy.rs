@@ -32,7 +32,7 @@ pub trait Strategy: fmt::Debug + Send {
     /// `world().mesh().dp`.
     fn world(&self) -> &World;
 
-    /// Whether it knows what each rank of the mesh has of the weights: what is saved, clipped by norm and unscaled is then whole. By
+    /// Whether it knows what each rank of the mesh has of the weights: what is saved, clipped by norm and unscaled is then all of them. By
     /// default it knows copies of all weights on all ranks, so no mesh with `tp` or `pp` above 1.
     fn knows_mesh(&self) -> bool {
         let mesh = self.world().mesh();
@@ -46,7 +46,7 @@ pub trait Strategy: fmt::Debug + Send {
     }
 
     /// Moves the module to the device of the run, and casts it to `dtype` if there is one, before [`Strategy::prepare`]. A strategy
-    /// that divides weights may leave them where they are until then, so that a device need not hold all of them.
+    /// that shards weights may leave them where they are until then, so that a device need not hold all of them.
     ///
     /// # Errors
     /// If the device is absent or out of memory, or has no such dtype.
@@ -81,7 +81,7 @@ pub trait Strategy: fmt::Debug + Send {
         Vec::new()
     }
 
-    /// The state that is sharded among ranks: each rank saves its parts of it, and reads them back. Hooks for checkpoints run on all
+    /// The state that is sharded among ranks: each rank saves its shards of it, and reads them back. Hooks for checkpoints run on all
     /// ranks then.
     fn sharded_state(&self) -> Option<&dyn ShardedState> {
         None
@@ -137,8 +137,8 @@ pub trait Strategy: fmt::Debug + Send {
         Ok(())
     }
 
-    /// This rank's gradients of an accumulation window that may be open, by name: those of whole parameters by their fqn; a
-    /// strategy that divides gradients gives its parts under names of its own.
+    /// This rank's gradients of an accumulation window that may be open, by name: unsharded ones by their parameter's fqn; a
+    /// strategy that shards gradients gives its shards under names of its own.
     ///
     /// # Errors
     /// libtorch's.
@@ -158,7 +158,7 @@ pub trait Strategy: fmt::Debug + Send {
     /// [`ShardedState::load_grad`] has loaded; [`Strategy::drop_grads`] drops them.
     ///
     /// # Errors
-    /// If the gradients are parts of another partition; libtorch's.
+    /// If the gradients are sharded otherwise; libtorch's.
     fn set_grads(&mut self, module: &dyn Module, grads: &[(String, Tensor)]) -> Result<()> {
         set_grads_of(module, grads)
     }
@@ -192,7 +192,7 @@ pub trait Strategy: fmt::Debug + Send {
         self.sharded_state().is_some()
     }
 
-    /// Makes a module whole whose weights [`Strategy::finish`] has left divided; another one stays as it is.
+    /// Unshards a module whose weights [`Strategy::finish`] has left sharded; another one stays as it is.
     ///
     /// # Collective
     /// All ranks must call it.
@@ -213,21 +213,21 @@ pub trait Strategy: fmt::Debug + Send {
     fn teardown(&mut self) {}
 }
 
-/// What ends the name of a gradient that is a part of the whole one.
+/// What ends the name of a shard of a gradient, also in files.
 pub(super) const PART: &str = " (part";
 
-/// The gradients of whole parameters.
+/// The gradients of unsharded parameters.
 pub(super) fn grads_of(module: &dyn Module) -> Vec<(String, Tensor)> {
     let parameters = module.named_parameters().into_iter();
     parameters.map(|(fqn, parameter)| (fqn, parameter.grad())).filter(|(_, grad)| grad.defined()).collect()
 }
 
-/// Drops the gradients of whole parameters.
+/// Drops the gradients of unsharded parameters.
 pub(super) fn drop_grads_of(module: &dyn Module) -> Result<()> {
     Ok(ffi::clear_grads(module.parameters().iter().map(|parameter| parameter.leaf()))?)
 }
 
-/// Gives whole parameters these gradients.
+/// Gives unsharded parameters these gradients.
 pub(super) fn set_grads_of(module: &dyn Module, grads: &[(String, Tensor)]) -> Result<()> {
     let parameters = module.named_parameters();
     for (fqn, grad) in grads {

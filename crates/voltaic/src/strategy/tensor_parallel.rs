@@ -16,7 +16,7 @@ use super::sharded::{ShardedGrads, ShardedState};
 use super::strategy::Strategy;
 use super::votes::Votes;
 use crate::accelerator::rng;
-use crate::checkpoint::{Part, ShardSpec};
+use crate::checkpoint::{Shard, ShardSpec};
 use crate::device::Device;
 use crate::distributed::{ProcessGroup, ReduceOp, World, collective_scope};
 use crate::error::{ConfigError, Result};
@@ -59,25 +59,25 @@ impl TensorParallelism {
     }
 
     /// Where elements of this rank's slice lie in the whole parameter.
-    fn in_whole(&self, fqn: &str, own: ShardSpec) -> ShardSpec {
+    fn in_full(&self, fqn: &str, own: ShardSpec) -> ShardSpec {
         match self.shard(fqn) {
             Some(shard) => ShardSpec { range: own.range, ..shard.spec() },
             None => own,
         }
     }
 
-    /// The same of parts, named `<kind>.<fqn>` if `has_kind`. What all ranks along `tp` have, the first of them saves.
-    fn parts_in_whole(&self, parts: Vec<Part>, has_kind: bool) -> Result<Vec<Part>> {
-        let in_whole = |Part { name, shard, values }: Part| {
+    /// The same of shards, named `<kind>.<fqn>` if `has_kind`. What all ranks along `tp` have, the first of them saves.
+    fn shards_in_full(&self, shards: Vec<Shard>, has_kind: bool) -> Result<Vec<Shard>> {
+        let in_full = |Shard { name, spec, values }: Shard| {
             let fqn = if has_kind { name.split_once('.').map_or("", |(_, fqn)| fqn) } else { &name };
             if self.shard(fqn).is_none() && !self.is_first() {
                 let values = values.f_narrow(0, 0, 0)?;
-                return Ok(Part { name, shard: ShardSpec { range: 0..0, ..shard }, values });
+                return Ok(Shard { name, spec: ShardSpec { range: 0..0, ..spec }, values });
             }
-            let shard = self.in_whole(fqn, shard);
-            Ok(Part { name, shard, values })
+            let spec = self.in_full(fqn, spec);
+            Ok(Shard { name, spec, values })
         };
-        parts.into_iter().map(in_whole).collect()
+        shards.into_iter().map(in_full).collect()
     }
 
     /// All ranks along `tp` draw what the first of them would.
@@ -253,23 +253,23 @@ impl Strategy for TensorParallelism {
     }
 }
 
-/// Of a strategy that shards states itself, its parts; else slices, which the first of the ranks with the same ones saves.
+/// Of a strategy that shards states itself, its shards; else this rank's slices, which the first of the ranks with the same ones saves.
 impl ShardedState for TensorParallelism {
-    fn save_weights(&self) -> Result<Vec<Part>> {
+    fn save_weights(&self) -> Result<Vec<Shard>> {
         if let Some(inner) = self.inner.sharded_state() {
-            return self.parts_in_whole(inner.save_weights()?, false);
+            return self.shards_in_full(inner.save_weights()?, false);
         }
-        let part = |(fqn, (parameter, shard)): (&String, &(Parameter, Arc<TensorShard>))| {
+        let own = |(fqn, (parameter, shard)): (&String, &(Parameter, Arc<TensorShard>))| {
             let values = parameter.lasting_own()?.f_reshape([-1_i64])?;
-            self.own_part(fqn.clone(), shard, values)
+            self.own_shard(fqn.clone(), shard, values)
         };
-        self.slices.iter().map(part).collect()
+        self.slices.iter().map(own).collect()
     }
 
     fn weight_shard(&self, fqn: &str) -> Option<ShardSpec> {
         let of_inner = self.inner.sharded_state().and_then(|inner| inner.weight_shard(fqn));
         match of_inner {
-            Some(own) => Some(self.in_whole(fqn, own)),
+            Some(own) => Some(self.in_full(fqn, own)),
             None => self.shard(fqn).map(|shard| shard.spec()),
         }
     }
@@ -286,42 +286,46 @@ impl ShardedState for TensorParallelism {
 
     fn state_shard(&self, fqn: &str) -> Option<ShardSpec> {
         match self.inner.sharded_state() {
-            Some(inner) => inner.state_shard(fqn).map(|own| self.in_whole(fqn, own)),
+            Some(inner) => inner.state_shard(fqn).map(|own| self.in_full(fqn, own)),
             None => self.shard(fqn).map(|shard| shard.spec()),
         }
     }
 
-    fn save_optimizer(&self, index: usize, optimizer: &dyn Optimizer) -> Result<(OptimizerState, Vec<Part>)> {
+    fn save_optimizer(
+        &self,
+        index: usize,
+        optimizer: &dyn Optimizer,
+    ) -> Result<(OptimizerState, Vec<Shard>)> {
         if let Some(inner) = self.inner.sharded_state() {
-            let (mut state, parts) = inner.save_optimizer(index, optimizer)?;
+            let (mut state, shards) = inner.save_optimizer(index, optimizer)?;
             if !self.is_first() {
                 state.tensors.clear(); // numbers, which the first rank has, too
             }
-            return Ok((state, self.parts_in_whole(parts, true)?));
+            return Ok((state, self.shards_in_full(shards, true)?));
         }
         let OptimizerState { tensors, groups } = optimizer.state_dict();
-        let (mut numbers, mut parts) = (Vec::new(), Vec::new());
+        let (mut numbers, mut shards) = (Vec::new(), Vec::new());
         for (name, tensor) in tensors {
             let shard = name.split_once('.').and_then(|(_, fqn)| self.shard(fqn));
             match shard.filter(|shard| shard.local_shape() == tensor.size()) {
-                Some(shard) => parts.push(self.own_part(name, shard, tensor.f_reshape([-1_i64])?)?),
+                Some(shard) => shards.push(self.own_shard(name, shard, tensor.f_reshape([-1_i64])?)?),
                 None if self.inner.world().is_global_zero() => numbers.push((name, tensor)),
                 None => {}
             }
         }
-        Ok((OptimizerState { tensors: numbers, groups }, parts))
+        Ok((OptimizerState { tensors: numbers, groups }, shards))
     }
 
     fn load_optimizer(
         &self,
         optimizer: &mut dyn Optimizer,
         mut state: OptimizerState,
-        parts: Vec<Part>,
+        shards: Vec<Shard>,
     ) -> Result<()> {
         if let Some(inner) = self.inner.sharded_state() {
-            return inner.load_optimizer(optimizer, state, parts);
+            return inner.load_optimizer(optimizer, state, shards);
         }
-        for Part { name, values, .. } in parts {
+        for Shard { name, values, .. } in shards {
             let shape =
                 name.split_once('.').and_then(|(_, fqn)| self.shard(fqn)).map(|shard| shard.local_shape());
             let values = match shape {
@@ -336,15 +340,15 @@ impl ShardedState for TensorParallelism {
     fn save_grads(&self, module: &dyn Module) -> Result<ShardedGrads> {
         match self.inner.sharded_state() {
             Some(inner) => {
-                let ShardedGrads { own, parts, had_grad } = inner.save_grads(module)?;
-                Ok(ShardedGrads { own, parts: self.parts_in_whole(parts, false)?, had_grad })
+                let ShardedGrads { own, shards, had_grad } = inner.save_grads(module)?;
+                Ok(ShardedGrads { own, shards: self.shards_in_full(shards, false)?, had_grad })
             }
             None => Ok(ShardedGrads { own: self.inner.grads(module)?, ..ShardedGrads::default() }),
         }
     }
 
     fn grad_shard(&self, fqn: &str) -> Option<ShardSpec> {
-        self.inner.sharded_state()?.grad_shard(fqn).map(|own| self.in_whole(fqn, own))
+        self.inner.sharded_state()?.grad_shard(fqn).map(|own| self.in_full(fqn, own))
     }
 
     fn load_grad(&self, fqn: &str, values: &Tensor) -> Result<()> {
@@ -353,14 +357,14 @@ impl ShardedState for TensorParallelism {
 }
 
 impl TensorParallelism {
-    /// The part of this rank's whole slice, without elements on ranks that have the same slice as another one before them.
-    fn own_part(&self, name: String, shard: &TensorShard, values: Tensor) -> Result<Part> {
+    /// This rank's slice as its shard, without elements on ranks that have the same slice as another one before them.
+    fn own_shard(&self, name: String, shard: &TensorShard, values: Tensor) -> Result<Shard> {
         let spec = shard.spec();
         if self.inner.world().mesh().dp.rank == 0 {
-            return Ok(Part { name, shard: spec, values });
+            return Ok(Shard { name, spec, values });
         }
         let values = values.f_narrow(0, 0, 0)?;
-        Ok(Part { name, shard: ShardSpec { range: 0..0, ..spec }, values })
+        Ok(Shard { name, spec: ShardSpec { range: 0..0, ..spec }, values })
     }
 }
 

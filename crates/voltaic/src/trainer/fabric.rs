@@ -538,7 +538,7 @@ impl Fabric {
     }
 
     /// Writes the weights of the module alone, as [`Trainer::save_weights`](super::Trainer::save_weights): tensor by tensor where they are
-    /// divided among ranks, so that no rank needs all of them.
+    /// sharded among ranks, so that no rank needs all of them.
     ///
     /// # Errors
     /// If the file cannot be written.
@@ -589,7 +589,7 @@ impl Fabric {
     /// [`DistributedError`](crate::error::DistributedError) if a rank is gone; if memory is short; if a logger cannot write.
     pub fn finish<M: Module>(mut self, module: FabricModule<M>) -> Result<M> {
         self.run.engine.strategy.finish(&module)?;
-        self.run.engine.strategy.gather_weights(&module)?; // another call, to which divided ones could be left, cannot follow
+        self.run.engine.strategy.gather_weights(&module)?; // another call, to which sharded ones could be left, cannot follow
         std::mem::take(&mut self.run.loggers).iter_mut().try_for_each(|logger| logger.finalize(true))?;
         Ok(module.module)
     }

@@ -755,7 +755,7 @@ fn options_without_effect_and_checkpoints_without_a_place_are_refused() {
         (&own, &["--to=deepspeed", "--stage=4"], "4 is not in 1..=3"),
         (&own, &["--to=deepspeed", "--tag=a/b"], "is not the name of a folder"),
         (&own, &["--to=deepspeed", "--weights_only"], "weights only"),
-        (&own, &["--to=folder", "--weights_only"], "no training state that ranks would divide"),
+        (&own, &["--to=folder", "--weights_only"], "no training state that ranks would shard"),
         (&input, &["--tag=best"], "there is no such folder"),
     ] {
         let arguments = [&["convert", input.to_str().unwrap(), output.to_str().unwrap()], options].concat();

@@ -61,19 +61,19 @@ impl Module for Slices {
 #[derive(Debug)]
 struct Rounded(Mutex<HashMap<u64, Tensor>>);
 
-impl WholeParameters for Rounded {
+impl UnshardedParameters for Rounded {
     fn shape(&self, _: &Parameter) -> Option<Vec<i64>> {
         None
     }
 
     fn claim(&self, _: &Parameter) {}
 
-    fn gather(&self, _: &Parameter, values: &Tensor) -> Result<Option<Tensor>> {
+    fn unshard(&self, _: &Parameter, values: &Tensor) -> Result<Option<Tensor>> {
         Ok(Some(values.shallow_clone()))
     }
 
-    fn shard_of(&self, _: &Parameter, whole: &Tensor) -> Result<Tensor> {
-        Ok(whole.shallow_clone())
+    fn shard_of(&self, _: &Parameter, unsharded: &Tensor) -> Result<Tensor> {
+        Ok(unsharded.shallow_clone())
     }
 
     fn rounded(&self, shard: &Parameter) -> Option<Tensor> {
@@ -95,8 +95,12 @@ fn optimizers() -> Vec<(&'static str, fn() -> Optimizers)> {
     ]
 }
 
-fn build(asked: Optimizers, slices: &Slices, whole: Option<Arc<dyn WholeParameters>>) -> Box<dyn Optimizer> {
-    asked.build_over_shards(slices, &Parameter::clone, whole).unwrap().remove(0).optimizer
+fn build(
+    asked: Optimizers,
+    slices: &Slices,
+    unsharded: Option<Arc<dyn UnshardedParameters>>,
+) -> Box<dyn Optimizer> {
+    asked.build_over_shards(slices, &Parameter::clone, unsharded).unwrap().remove(0).optimizer
 }
 
 /// What a step does to the gradients before it.
@@ -147,8 +151,8 @@ fn train(make: fn() -> Optimizers, dtype: Kind, shown: Kind, rounds: bool) -> Ve
         numbered.map(|(_, param)| (param.id(), param.detach().to_kind(dtype) * 0.0)).collect();
     let of = |param: &Parameter| rounded.get(&param.id());
     let shared = rounded.iter().map(|(id, tensor)| (*id, tensor.shallow_clone())).collect();
-    let whole: Arc<dyn WholeParameters> = Arc::new(Rounded(Mutex::new(shared)));
-    let mut optimizer = build(make(), &slices, rounds.then_some(whole));
+    let unsharded: Arc<dyn UnshardedParameters> = Arc::new(Rounded(Mutex::new(shared)));
+    let mut optimizer = build(make(), &slices, rounds.then_some(unsharded));
     for step in 0..3 {
         optimizer.zero_grad().unwrap();
         slices.set_grads(step, dtype, shown);

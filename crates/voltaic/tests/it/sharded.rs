@@ -1,4 +1,4 @@
-//! A strategy of the tests that divides weights, gradients and optimizer states among ranks, and takes weights away while
+//! A strategy of the tests that shards weights, gradients and optimizer states among ranks, and reshards weights while
 //! they are not used: a run with it is the run without it, bit for bit.
 
 use std::collections::HashMap;
@@ -10,7 +10,7 @@ use voltaic::callback::{
     EmaWeightAveragingConfig, ModelCheckpoint, ModelCheckpointConfig, StochasticWeightAveraging,
     WeightAveraging,
 };
-use voltaic::checkpoint::{Checkpoint, Part, ShardSpec};
+use voltaic::checkpoint::{Checkpoint, Shard, ShardSpec};
 use voltaic::distributed::{ReduceOp, World};
 use voltaic::error::Result;
 use voltaic::ffi::{ReleasableStorage, clear_grads, set_grad};
@@ -27,7 +27,7 @@ use crate::compare;
 use crate::ddp::{FOLDER, Net, builder, folder_of_parent, loaders};
 use crate::probe::{own_process, plays, text_of};
 
-/// The parts of this rank, by the weight's id.
+/// The shards of this rank, by the weight's id.
 #[derive(Debug)]
 struct Shards {
     world: World,
@@ -46,20 +46,20 @@ impl Shards {
         numel.div_ceil(self.world.world_size) as i64
     }
 
-    /// This rank's part of a whole tensor.
-    fn part(&self, whole: &Tensor) -> Result<Tensor> {
+    /// This rank's shard of a whole tensor.
+    fn shard_of(&self, whole: &Tensor) -> Result<Tensor> {
         let chunk = self.chunk(whole.numel());
         let padding = chunk * self.world.world_size as i64 - whole.numel() as i64;
         let flat = whole.f_detach()?.f_reshape([-1_i64])?.f_constant_pad_nd([0, padding])?;
         Ok(flat.f_narrow(0, chunk * self.world.rank as i64, chunk)?.copy())
     }
 
-    /// The whole tensor of this size, of which each rank has a part.
-    fn whole(&self, part: &Tensor, size: &[i64]) -> Result<Tensor> {
-        let part = part.f_detach()?;
+    /// The whole tensor of this size, of which each rank has a shard.
+    fn whole(&self, shard: &Tensor, size: &[i64]) -> Result<Tensor> {
+        let shard = shard.f_detach()?;
         let all = match self.world.group().filter(|group| group.world_size() > 1) {
-            Some(group) => group.all_gather(&part)?.f_flatten(0, -1)?,
-            None => part,
+            Some(group) => group.all_gather(&shard)?.f_flatten(0, -1)?,
+            None => shard,
         };
         Ok(all.f_narrow(0, 0, size.iter().product())?.f_view(size)?)
     }
@@ -82,14 +82,14 @@ impl Sharding for Shards {
         }
         if is_changed {
             let _no_grad = tch::no_grad_guard();
-            self.shard(parameter).leaf().shallow_clone().f_copy_(&self.part(parameter.leaf())?)?;
+            self.shard(parameter).leaf().shallow_clone().f_copy_(&self.shard_of(parameter.leaf())?)?;
         }
         self.held.lock().unwrap().get_mut(&parameter.id()).unwrap().storage.release()?;
         parameter.set_sharded(true)
     }
 }
 
-/// Weights, gradients and optimizer states in parts.
+/// Weights, gradients and optimizer states in shards.
 #[derive(Debug)]
 struct Sharded {
     world: World,
@@ -125,7 +125,7 @@ impl Strategy for Sharded {
         self.parameters = module.named_parameters();
         for (fqn, parameter) in &self.parameters {
             assert_eq!(parameter.fqn().as_deref(), Some(fqn.as_str()));
-            let shard = Parameter::new(shards.part(parameter.leaf())?);
+            let shard = Parameter::new(shards.shard_of(parameter.leaf())?);
             let storage = ReleasableStorage::of(parameter.leaf());
             shards.held.lock().unwrap().insert(parameter.id(), Held { shard, storage });
             parameter.attach_sharding(shards.clone())?;
@@ -136,8 +136,8 @@ impl Strategy for Sharded {
 
     fn optimizers(&mut self, asked: Optimizers, _module: &dyn Module) -> Result<Vec<ConfiguredOptimizer>> {
         let shards = self.shards.clone().unwrap();
-        let parts = self.parameters.iter().map(|(fqn, parameter)| (fqn.clone(), shards.shard(parameter)));
-        let built = asked.build(&Parts(parts.collect()))?.into_iter();
+        let own = self.parameters.iter().map(|(fqn, parameter)| (fqn.clone(), shards.shard(parameter)));
+        let built = asked.build(&ShardedParams(own.collect()))?.into_iter();
         Ok(built
             .map(|built| ConfiguredOptimizer {
                 optimizer: Box::new(ShardedOptimizer {
@@ -174,7 +174,7 @@ impl Strategy for Sharded {
             if let Some(group) = self.world.group().filter(|group| group.world_size() > 1) {
                 group.all_reduce(&grad, ReduceOp::Sum)?;
             }
-            set_grad(shards.shard(parameter).leaf(), &shards.part(&grad)?)?;
+            set_grad(shards.shard(parameter).leaf(), &shards.shard_of(&grad)?)?;
             clear_grads([parameter.leaf()])?;
         }
         self.agree(self.votes)
@@ -211,20 +211,20 @@ impl Sharded {
         Some((ShardSpec::flat(&size, range), shards.shard(parameter)))
     }
 
-    fn part(&self, fqn: &str, name: &str, values: &Tensor) -> Result<Option<Part>> {
-        let Some((shard, _)) = self.shard_spec(fqn) else { return Ok(None) };
-        let values = values.f_detach()?.f_narrow(0, 0, shard.range.len() as i64)?;
-        Ok(Some(Part { name: name.to_owned(), shard, values }))
+    fn named_shard(&self, fqn: &str, name: &str, values: &Tensor) -> Result<Option<Shard>> {
+        let Some((spec, _)) = self.shard_spec(fqn) else { return Ok(None) };
+        let values = values.f_detach()?.f_narrow(0, 0, spec.range.len() as i64)?;
+        Ok(Some(Shard { name: name.to_owned(), spec, values }))
     }
 }
 
 impl ShardedState for Sharded {
-    fn save_weights(&self) -> Result<Vec<Part>> {
-        let part = |(fqn, parameter): &(String, Parameter)| {
+    fn save_weights(&self) -> Result<Vec<Shard>> {
+        let own = |(fqn, parameter): &(String, Parameter)| {
             let leaf = self.shards.as_ref().map(|shards| shards.shard(parameter));
-            leaf.map_or(Ok(None), |leaf| self.part(fqn, fqn, leaf.leaf()))
+            leaf.map_or(Ok(None), |leaf| self.named_shard(fqn, fqn, leaf.leaf()))
         };
-        self.parameters.iter().filter_map(|own| part(own).transpose()).collect()
+        self.parameters.iter().filter_map(|pair| own(pair).transpose()).collect()
     }
 
     fn weight_shard(&self, fqn: &str) -> Option<ShardSpec> {
@@ -246,27 +246,27 @@ impl ShardedState for Sharded {
         &self,
         _index: usize,
         optimizer: &dyn Optimizer,
-    ) -> Result<(OptimizerState, Vec<Part>)> {
+    ) -> Result<(OptimizerState, Vec<Shard>)> {
         let OptimizerState { tensors, groups } = optimizer.state_dict();
-        let (mut numbers, mut parts) = (Vec::new(), Vec::new());
+        let (mut numbers, mut shards) = (Vec::new(), Vec::new());
         for (name, tensor) in tensors {
             let fqn = name.split_once('.').unwrap().1;
             match tensor.dim() {
-                1 => parts.extend(self.part(fqn, &name, &tensor)?),
+                1 => shards.extend(self.named_shard(fqn, &name, &tensor)?),
                 _ if self.world.rank == 0 => numbers.push((name, tensor)),
                 _ => {}
             }
         }
-        Ok((OptimizerState { tensors: numbers, groups }, parts))
+        Ok((OptimizerState { tensors: numbers, groups }, shards))
     }
 
     fn load_optimizer(
         &self,
         optimizer: &mut dyn Optimizer,
         mut state: OptimizerState,
-        parts: Vec<Part>,
+        shards: Vec<Shard>,
     ) -> Result<()> {
-        for Part { name, values, .. } in parts {
+        for Shard { name, values, .. } in shards {
             let Some((_, own)) = self.shard_spec(name.split_once('.').unwrap().1) else { continue };
             let padding = own.numel() as i64 - values.numel() as i64;
             state.tensors.push((name, values.f_constant_pad_nd([0, padding])?));
@@ -287,12 +287,12 @@ impl ShardedState for Sharded {
     }
 }
 
-/// The parts as a module, so that optimizers are built over them.
-struct Parts(Vec<(String, Parameter)>);
+/// The shards as a module, so that optimizers are built over them.
+struct ShardedParams(Vec<(String, Parameter)>);
 
-impl Module for Parts {
+impl Module for ShardedParams {
     fn members<'a>(&'a self, visit: &mut dyn FnMut(&str, Member<'a>)) {
-        self.0.iter().for_each(|(fqn, part)| visit(fqn, Member::Parameter(part)));
+        self.0.iter().for_each(|(fqn, shard)| visit(fqn, Member::Parameter(shard)));
     }
 
     fn children_mut<'a>(&'a mut self, _visit: &mut dyn FnMut(&str, &'a mut dyn Module)) {}
@@ -305,16 +305,16 @@ struct ShardedOptimizer {
 }
 
 impl ShardedOptimizer {
-    /// Stand-ins for the weights with their whole gradients, and this rank's parts.
+    /// Stand-ins for the weights with their whole gradients, and this rank's shards.
     fn whole_grads(&self) -> Result<Vec<(Parameter, Parameter)>> {
-        let parts = self.parameters.iter().map(|(_, parameter)| (parameter, self.shards.shard(parameter)));
-        let with_grad = parts.filter(|(_, part)| part.grad().defined());
+        let shards = self.parameters.iter().map(|(_, parameter)| (parameter, self.shards.shard(parameter)));
+        let with_grad = shards.filter(|(_, shard)| shard.grad().defined());
         with_grad
-            .map(|(parameter, part)| {
-                let grad = self.shards.whole(&part.grad(), &parameter.size())?.copy();
+            .map(|(parameter, shard)| {
+                let grad = self.shards.whole(&shard.grad(), &parameter.size())?.copy();
                 let stand_in = Parameter::new(grad.zeros_like());
                 set_grad(stand_in.leaf(), &grad)?;
-                Ok((stand_in, part))
+                Ok((stand_in, shard))
             })
             .collect()
     }
@@ -360,8 +360,8 @@ impl Optimizer for ShardedOptimizer {
         let GradientClip::Norm(max_norm) = clip else { return self.inner.clip(clip) };
         let whole = self.whole_grads()?;
         let norm = clip_grad_norm(whole.iter().map(|(stand_in, _)| stand_in), max_norm)?;
-        whole.iter().try_for_each(|(stand_in, part)| -> Result<()> {
-            Ok(set_grad(part.leaf(), &self.shards.part(&stand_in.grad())?)?)
+        whole.iter().try_for_each(|(stand_in, shard)| -> Result<()> {
+            Ok(set_grad(shard.leaf(), &self.shards.shard_of(&stand_in.grad())?)?)
         })?;
         Ok(Some(norm))
     }

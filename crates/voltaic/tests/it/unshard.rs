@@ -105,7 +105,7 @@ fn what_is_known_of_a_weight_is_known_while_it_is_sharded() {
     assert_same("weights", &net.state_dict(), &loaded);
     assert!(net.load_state_dict(&loaded[1..], true).is_err());
     weight.update(|weight| Ok(weight.shallow_clone().f_zero_().map(drop)?)).unwrap();
-    assert_eq!(weight.with_whole(|weight| Ok(weight.abs().max().double_value(&[]))).unwrap(), 0.0);
+    assert_eq!(weight.with_unsharded(|weight| Ok(weight.abs().max().double_value(&[]))).unwrap(), 0.0);
     // it cannot be moved meanwhile
     assert_error!(net.to_dtype(Kind::Double), "0.weight: its strategy keeps the values");
     assert!(weight.attach_sharding(copies.clone()).is_err() && weight.detach_sharding().is_err());

@@ -46,7 +46,7 @@ impl CheckpointIo for WaitsFor {
         FileCheckpointIo.save_checkpoint(checkpoint, path, options)
     }
 
-    fn save_parts(
+    fn save_shards(
         &mut self,
         checkpoint: &Checkpoint,
         ranks: &ProcessGroup,
@@ -58,7 +58,7 @@ impl CheckpointIo for WaitsFor {
             assert!(begun.elapsed() < Duration::from_secs(60), "training waits for the checkpoint");
             std::thread::sleep(Duration::from_millis(1));
         }
-        FileCheckpointIo.save_parts(checkpoint, ranks, path, options)
+        FileCheckpointIo.save_shards(checkpoint, ranks, path, options)
     }
 }
 
@@ -80,7 +80,7 @@ fn trains_on(ranks: usize, folder: &Path) {
         let own = run("later", staged(ranks, stage, folder).checkpoint_io(io));
         assert_eq!(own.meta.global_step, expected.meta.global_step);
         assert_alike(stage, &own, &expected);
-        // weights alone become a file, which rank 0 writes from the parts of all
+        // weights alone become a file, which rank 0 writes from the shards of all
         let config = ModelCheckpointConfig {
             dirpath: Some(folder.join(format!("{stage}-weights"))),
             filename: Some("weights".to_owned()),

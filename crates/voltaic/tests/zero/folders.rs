@@ -1,4 +1,4 @@
-//! Runs with divided states go on straight from DeepSpeed's folders, whatever ranks these are of.
+//! Runs with sharded states go on straight from DeepSpeed's folders, whatever ranks these are of.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! A run with divided states is the data-parallel run: bit for bit where sums are the same, else within their rounding.
+//! A run with sharded states is the data-parallel run: bit for bit where sums are the same, else within their rounding.
 
 use std::path::Path;
 
@@ -65,7 +65,7 @@ fn climb(ranks: usize, folder: &Path) {
         let window = |builder: TrainerBuilder| {
             trained(builder.accumulate_grad_batches(2_u64), Cnn::new(), loaders(20))
         };
-        // with gradients divided after each batch, sums are rounded in another order
+        // with gradients sharded after each batch, sums are rounded in another order
         if stage == "zero1" { same("window", &window) } else { near("window", &window) }
     }
 }

@@ -242,7 +242,7 @@ impl BuildOptimizer for Own {
         "Own"
     }
 
-    fn needs_whole_parameters(&self) -> bool {
+    fn needs_unsharded_parameters(&self) -> bool {
         self.needs_whole
     }
 
@@ -265,7 +265,7 @@ lightning_module!(
     |net, (x, y), _| net.net.loss(x, y)
 );
 
-/// DeepSpeed's `TestZeroAllowUntestedOptimizer`; what needs whole parameters, as Lamb for its norms, is refused in any case.
+/// DeepSpeed's `TestZeroAllowUntestedOptimizer`; what needs unsharded parameters, as Lamb for its norms, is refused in any case.
 #[test]
 fn others_are_refused_by_name() {
     on_ranks("optimizers::others_are_refused_by_name", 2, |ranks, folder| {
@@ -283,9 +283,9 @@ fn others_are_refused_by_name() {
         let builder = || silent(ranks, "auto", folder);
         for allows in [false, true] {
             let lamb = error(builder(), allows, With::new(OptimizerConfig::from(Lamb::new(0.01))));
-            assert!(lamb.contains("Lamb with zero1: it needs whole parameters"), "{lamb}");
+            assert!(lamb.contains("Lamb with zero1: it needs unsharded parameters"), "{lamb}");
             let own = |needs_whole| error(builder(), allows, WithOwn { net: Small::new(), needs_whole });
-            assert!(own(true).contains("Own with zero1: it needs whole parameters"), "{}", own(true));
+            assert!(own(true).contains("Own with zero1: it needs unsharded parameters"), "{}", own(true));
             let unknown = "Own with zero1: it is not known to update each element by itself";
             let (expected, own) = (if allows { "none" } else { unknown }, own(false));
             assert!(own.contains(expected), "{own}");

@@ -1,4 +1,4 @@
-//! What DeepSpeed's tests of divided parameters assert, with their numbers where their layout does not matter:
+//! What DeepSpeed's tests of sharded parameters assert, with their numbers where their layout does not matter:
 //! `TestZero3ParamPartitioningBase`, `TestZero3ParamPartitioningManyParams`, `TestZeroUnbalancedGradients`, `TestZeroEmptyPartition`,
 //! `TestZeroDtypeCocktail`.
 

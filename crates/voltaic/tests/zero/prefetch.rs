@@ -131,7 +131,7 @@ fn a_step_gathers_weights_twice_unless_they_stay() {
     });
 }
 
-/// The most elements of divided weights that a module's call found whole.
+/// The most elements of sharded weights that a module's call found whole.
 pub struct Whole {
     pub most: Arc<AtomicI64>,
     pub hooks: Mutex<Vec<RemovableHandle>>,

@@ -1,4 +1,4 @@
-//! A run with divided states goes on from its checkpoints bit for bit, also from within an epoch and a window.
+//! A run with sharded states goes on from its checkpoints bit for bit, also from within an epoch and a window.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! Checkpoints of divided state: a folder with a file of each rank, read by any number of ranks and any strategy.
+//! Checkpoints of sharded state: a folder with a file of each rank, read by any number of ranks and any strategy.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use voltaic::callback::{
     Callback, EmaWeightAveragingConfig, ModelCheckpoint, ModelCheckpointConfig, SaveLast, WeightAveraging,
 };
 use voltaic::checkpoint::{
-    AsyncCheckpointIo, Checkpoint, CheckpointIo, Chunk, FileCheckpointIo, Part, ShardSpec, TrainingState,
+    AsyncCheckpointIo, Checkpoint, CheckpointIo, Chunk, FileCheckpointIo, Shard, ShardSpec, TrainingState,
 };
 use voltaic::data::{Loaders, Stage};
 use voltaic::distributed::ProcessGroup;
@@ -21,11 +21,11 @@ use crate::checkpoints::full_checkpoint;
 use crate::ladder::gpt;
 use crate::models::{Batch, Cnn, Kernels, Odd, Small, all_loaders, loaders, numbers, tokens};
 use crate::ranks::{Body, STAGES, assert_same, assert_within, on_ranks_in_turn, silent, weights};
-use crate::stage3::divided;
+use crate::stage3::sharded;
 
 /// A trainer whose stage 3 lets no parameter stay.
 pub fn staged(ranks: usize, stage: &str, folder: &Path) -> TrainerBuilder {
-    if stage == "zero3" { divided(ranks, folder) } else { silent(ranks, stage, folder) }
+    if stage == "zero3" { sharded(ranks, folder) } else { silent(ranks, stage, folder) }
 }
 
 /// Asks for a checkpoint after a batch, from 0, of the first epoch.
@@ -431,18 +431,18 @@ impl CheckpointIo for Fails {
         FileCheckpointIo.save_checkpoint(checkpoint, path, options)
     }
 
-    fn reads_parts(&self) -> bool {
+    fn reads_shards(&self) -> bool {
         true
     }
 
-    fn save_parts(
+    fn save_shards(
         &mut self,
         checkpoint: &Checkpoint,
         ranks: &ProcessGroup,
         path: &Path,
         options: Option<&serde_json::Value>,
     ) -> Result<()> {
-        FileCheckpointIo.save_parts(checkpoint, ranks, path, options)
+        FileCheckpointIo.save_shards(checkpoint, ranks, path, options)
     }
 
     fn remove_checkpoint(&mut self, path: &Path) -> Result<()> {
@@ -596,7 +596,7 @@ fn leave_middle(ranks: usize, folder: &Path) {
     trainer.fit(&mut middle(), &mut tokens(16)).unwrap();
 }
 
-/// A rank reads its part, whichever ranks have written it.
+/// A rank reads its shards, whichever ranks have written them.
 fn read_middle(ranks: usize, folder: &Path) {
     for saved_by in [4, 3] {
         let path = folder.join(format!("{saved_by}.ckpt"));
@@ -607,34 +607,34 @@ fn read_middle(ranks: usize, folder: &Path) {
 }
 
 #[test]
-fn ranks_read_their_parts() {
+fn ranks_read_their_shards() {
     let turns: [(usize, Body); 3] = [(4, leave_middle), (3, leave_middle), (4, read_middle)];
-    on_ranks_in_turn("shards::ranks_read_their_parts", &turns);
+    on_ranks_in_turn("shards::ranks_read_their_shards", &turns);
 }
 
-/// A layer whose columns two ranks have for tensor parallelism, each in two parts of ZeRO, written without a strategy.
+/// A layer whose columns two ranks have for tensor parallelism, each in two shards of ZeRO, written without a strategy.
 fn save_columns(ranks: usize, folder: &Path) {
     let trainer = silent(ranks, "ddp", folder).build().unwrap();
     let group = trainer.world().group().unwrap().clone();
     let whole = |phase: f64| numbers(&[6, 10], phase);
     let columns = Chunk { offsets: vec![0, 5 * (group.rank() / 2)], sizes: vec![6, 5] };
-    let mut shard = ShardSpec::of_chunk(&[6, 10], columns);
-    shard.range = if group.rank().is_multiple_of(2) { 0..13 } else { 13..30 }; // within a row
-    let part = |name: &str, phase: f64| {
-        let values = shard.of(&whole(phase)).unwrap();
-        Part { name: name.to_owned(), shard: shard.clone(), values }
+    let mut spec = ShardSpec::of_chunk(&[6, 10], columns);
+    spec.range = if group.rank().is_multiple_of(2) { 0..13 } else { 13..30 }; // within a row
+    let shard = |name: &str, phase: f64| {
+        let values = spec.of(&whole(phase)).unwrap();
+        Shard { name: name.to_owned(), spec: spec.clone(), values }
     };
     let state = "voltaic:optimizer.0.exp_avg.fc.weight";
     let (optimizers, json) = (vec![Vec::new()], serde_json::json!({}));
     let training = TrainingState { optimizers, json, ..TrainingState::default() };
     let tied = vec![("head.weight".to_owned(), "fc.weight".to_owned())];
     let weights_only =
-        || Checkpoint { parts: vec![part("fc.weight", 1.0)], tied: tied.clone(), ..Checkpoint::default() };
+        || Checkpoint { shards: vec![shard("fc.weight", 1.0)], tied: tied.clone(), ..Checkpoint::default() };
     let mut full = Checkpoint { training: Some(training), ..weights_only() };
-    full.parts.push(part(state, 2.0));
+    full.shards.push(shard(state, 2.0));
     let save = |io: &mut dyn CheckpointIo, checkpoint: &Checkpoint, name: &str, is_folder: bool| {
         let path = folder.join(name);
-        io.save_parts(checkpoint, &group, &path, None).unwrap();
+        io.save_shards(checkpoint, &group, &path, None).unwrap();
         let loaded = Checkpoint::load(&path).unwrap();
         assert_eq!(path.is_dir(), is_folder, "{name}");
         assert!(
@@ -652,10 +652,10 @@ fn save_columns(ranks: usize, folder: &Path) {
     save(&mut WholeIo, &weights_only(), "whole-weights.ckpt", false);
     // all ranks know what does not fit together
     if group.rank() == 2 {
-        full.parts.pop();
+        full.shards.pop();
     }
     for io in [&mut FileCheckpointIo as &mut dyn CheckpointIo, &mut WholeIo] {
-        let error = io.save_parts(&full, &group, &folder.join("bad.ckpt"), None).unwrap_err().to_string();
+        let error = io.save_shards(&full, &group, &folder.join("bad.ckpt"), None).unwrap_err().to_string();
         assert!(error.contains(&format!("{state} has element [0, 5] in no chunk")), "{error}");
     }
     assert!(!folder.join("bad.ckpt").exists());

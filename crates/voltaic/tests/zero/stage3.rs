@@ -15,7 +15,7 @@ use crate::models::{Batch, Cnn, Odd, Small, all_loaders, loaders, tokens};
 use crate::ranks::{assert_same, assert_within, on_ranks, silent, weights};
 
 /// Stage 3 that lets no parameter stay.
-pub fn divided(ranks: usize, folder: &Path) -> TrainerBuilder {
+pub fn sharded(ranks: usize, folder: &Path) -> TrainerBuilder {
     silent(ranks, "zero3", folder).strategy(|world| {
         let config = ZeroConfig { param_persistence_threshold: 0, ..ZeroConfig::of_stage(ZeroStage::Three) };
         Ok(Box::new(Zero::new(world, config)) as Box<dyn Strategy>)
@@ -48,7 +48,7 @@ impl Callback for Sharded {
 
 fn climb(ranks: usize, folder: &Path) {
     let ddp = || silent(ranks, "ddp_find_unused_parameters_true", folder).max_epochs(2);
-    let zero = || divided(ranks, folder).max_epochs(2);
+    let zero = || sharded(ranks, folder).max_epochs(2);
     let same = |name: &str, run: &dyn Fn(TrainerBuilder) -> Vec<(String, Tensor)>| {
         assert_same(&format!("{name} on {ranks} ranks"), &run(zero()), &run(ddp()));
     };
@@ -70,14 +70,13 @@ fn climb(ranks: usize, folder: &Path) {
     assert_within("window", &window(zero()), &window(ddp()), 1e-4);
 
     // between batches nothing is whole, and after the fit all is
-    let sharded = Arc::new(Mutex::new(Vec::new()));
+    let counts = Arc::new(Mutex::new(Vec::new()));
     let mut net = gpt();
-    let mut trainer =
-        divided(ranks, folder).max_epochs(1).callback(Sharded(sharded.clone())).build().unwrap();
+    let mut trainer = sharded(ranks, folder).max_epochs(1).callback(Sharded(counts.clone())).build().unwrap();
     trainer.fit(&mut net, &mut tokens(16)).unwrap();
     let count = net.parameters().len();
-    let sharded = sharded.lock().unwrap();
-    assert!(!sharded.is_empty() && sharded.iter().all(|num| *num == count), "{sharded:?} of {count}");
+    let counts = counts.lock().unwrap();
+    assert!(!counts.is_empty() && counts.iter().all(|num| *num == count), "{counts:?} of {count}");
     assert!(net.parameters().iter().all(|parameter| !parameter.is_sharded() && !parameter.is_kept()));
     let of_rank_zero = trainer.world().group().unwrap();
     for (name, weight) in weights(&net) {
@@ -90,7 +89,7 @@ fn climb(ranks: usize, folder: &Path) {
 /// Evaluation and prediction take weights as they are needed.
 fn evaluate(ranks: usize, folder: &Path) {
     let mut found: Vec<(Option<f64>, Vec<Tensor>)> = Vec::new();
-    for builder in [silent(ranks, "ddp", folder), divided(ranks, folder)] {
+    for builder in [silent(ranks, "ddp", folder), sharded(ranks, folder)] {
         let mut trainer = builder.build().unwrap();
         let mut net = Small::new();
         trainer.test(&mut net, &mut all_loaders(8)).unwrap();

@@ -1,4 +1,4 @@
-//! Weights that are divided, touched from all sides: none is read or written empty.
+//! Weights that are sharded, touched from all sides: none is read or written empty.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ use crate::models::{Batch, Small, all_loaders, loaders, numbers};
 use crate::ranks::{STAGES, assert_same, folder_of_rank, on_ranks, output, weights};
 use crate::shards::staged;
 
-/// Reads and writes weights by hand between steps, as a user does who has never heard of divided weights.
+/// Reads and writes weights by hand between steps, as a user does who has never heard of sharded weights.
 struct ByHand(Vec<f64>);
 
 impl Callback for ByHand {
@@ -111,7 +111,7 @@ lightning_module!(Failing, Batch, |net| net.net.configure_optimizers(), |net, (x
     Ok((out - y).square().mean(Kind::Float))
 });
 
-/// After a failure a weight that is divided says so, at once, and nothing waits for ranks that are gone.
+/// After a failure a weight that is sharded says so, at once, and nothing waits for ranks that are gone.
 fn after_a_failure(ranks: usize, folder: &Path) {
     let begun = Buffer::new(Tensor::zeros([1], (Kind::Int64, tch::Device::Cpu)));
     let mut net = Failing { net: Small::new(), begun };
@@ -227,7 +227,7 @@ on_ranks_tests! {
     two_ranks_take_norms_and_write_predictions: 2, norms_and_predictions;
 }
 
-/// The summary of a module whose weights are divided is that of the whole one.
+/// The summary of a module whose weights are sharded is that of the whole one.
 #[test]
 fn the_summary_is_of_whole_weights() {
     const STRATEGY: &str = "VOLTAIC_TEST_STRATEGY";

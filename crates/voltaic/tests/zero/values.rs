@@ -1,4 +1,4 @@
-//! Weight, gradient and states of a parameter by name, whole and this rank's, whatever is divided (DeepSpeed's test_zero_tensor_fragment).
+//! Weight, gradient and states of a parameter by name, whole and this rank's, whatever is sharded (DeepSpeed's test_zero_tensor_fragment).
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -31,7 +31,7 @@ pub fn host(tensor: &Tensor) -> Tensor {
     tensor.to_device(tch::Device::Cpu)
 }
 
-/// What all ranks have of a value, in their order, is the whole of it if it is divided.
+/// What all ranks have of a value, in their order, is all of it if it is sharded.
 fn check_local(ctx: &HookContext, fqn: &str, value: ParamValue<'_>, whole: &Tensor) {
     let optimizer = ctx.optimizers().iter().find(|optimizer| {
         optimizer.param_groups().iter().flat_map(|group| group.params()).any(|(own, _)| own == fqn)

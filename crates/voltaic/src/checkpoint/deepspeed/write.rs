@@ -122,8 +122,8 @@ struct Written<'a> {
 
 impl<'a> Written<'a> {
     fn of(checkpoint: &'a Checkpoint, stage: u8, ranks: usize) -> Result<Self> {
-        if let Some(part) = checkpoint.parts.first() {
-            let what = format!("the checkpoint has a part of {} only", part.name);
+        if let Some(shard) = checkpoint.shards.first() {
+            let what = format!("the checkpoint has a shard of {} only", shard.name);
             return refuse(what, "read it with Checkpoint::load, which makes tensors whole");
         }
         let Some(training) = &checkpoint.training else {

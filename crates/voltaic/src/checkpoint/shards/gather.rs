@@ -1,4 +1,4 @@
-//! Makes one checkpoint of the parts of all ranks: rank 0 gets them from the others, one tensor at a time.
+//! Makes one checkpoint of the shards of all ranks: rank 0 gets them from the others, one tensor at a time.
 
 use std::collections::HashMap;
 use std::io;
@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 
 use super::index::Entry;
 use super::write::{
-    Merged, RankReport, SAVE_PARTS, merged, not_saved, of_rank, of_ranks, own_tensors, report,
+    Merged, RankReport, SAVE_SHARDS, merged, not_saved, of_rank, of_ranks, own_tensors, report,
 };
 use crate::checkpoint::checkpoint::{Checkpoint, TrainingState};
 use crate::checkpoint::chunk::Chunk;
@@ -24,14 +24,14 @@ const PIECE: usize = 4 << 20;
 /// Rank 0 needs nothing more.
 const END: i64 = -1;
 
-/// Saves weights, of which each rank brings its parts, as one file, which rank 0 writes. One tensor at a time is whole, there alone.
+/// Saves weights, of which each rank brings its shards, as one file, which rank 0 writes. One tensor at a time is whole, there alone.
 ///
 /// # Collective
 /// All ranks must call it. The path of rank 0 counts.
 ///
 /// # Errors
 /// [`CheckpointError::OnRanks`](crate::error::CheckpointError::OnRanks) on all ranks if rank 0 cannot write the file, or one cannot
-/// read its parts from its device; [`DistributedError`](crate::error::DistributedError) if one is gone.
+/// read its shards from its device; [`DistributedError`](crate::error::DistributedError) if one is gone.
 pub(in crate::checkpoint) fn save_as_file(
     checkpoint: &Checkpoint,
     group: &ProcessGroup,
@@ -40,7 +40,7 @@ pub(in crate::checkpoint) fn save_as_file(
     with_others(checkpoint, group, path, |source| source.write(checkpoint, path)).map(drop)
 }
 
-/// The checkpoint that a folder of these parts would be, on rank 0.
+/// The checkpoint that a folder of these shards would be, on rank 0.
 ///
 /// # Collective
 /// All ranks must call it.
@@ -188,7 +188,7 @@ fn pieces(values: &Tensor) -> impl Iterator<Item = (usize, usize)> + use<> {
 
 fn piece(values: &Tensor, start: usize, len: usize) -> Result<Vec<u8>> {
     let values = values.f_reshape([-1_i64])?.f_narrow(0, start as i64, len as i64)?;
-    bytes_of(&values).map_err(|error| Error::io("copy", "a part of a tensor", error))
+    bytes_of(&values).map_err(|error| Error::io("copy", "a shard of a tensor", error))
 }
 
 /// The tensors of all ranks, on rank 0.
@@ -262,7 +262,7 @@ impl Source<'_> {
             let index = place(first).filter(|_| place(alias).is_none());
             let Some(index) = index else {
                 let what = format!("{alias} is tied to {first}, which does not fit the tensors");
-                return Err(cannot_hold(&checkpoint.meta.module, what, SAVE_PARTS));
+                return Err(cannot_hold(&checkpoint.meta.module, what, SAVE_SHARDS));
             };
             names.push((alias.clone(), index));
         }

@@ -503,7 +503,7 @@ impl<'a> TiedOnce<'a> {
 pub(in crate::checkpoint) fn load(folder: &Path, limits: ReadLimits) -> Result<Checkpoint> {
     let shards = Shards::open(folder)?;
     let names = shards.index.tensors.keys().chain(shards.index.tied.keys()).map(String::as_str);
-    // each rank has the gradients that are divided
+    // each rank has the gradients that are sharded
     let grads = shards.shared_grads().count().saturating_mul(shards.ranks());
     shards.check_growth(names, grads.saturating_mul(BYTES_OF_NAMED), limits)?;
     shards.checkpoint(None, &|_| false)

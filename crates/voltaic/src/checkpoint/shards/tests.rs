@@ -12,7 +12,7 @@ use super::folder::{INDEX, file_name};
 use super::read::{Shards, load, peek_whole};
 use super::write::write_ranks;
 use crate::checkpoint::budget::ReadLimits;
-use crate::checkpoint::checkpoint::{Checkpoint, Part, TrainingState};
+use crate::checkpoint::checkpoint::{Checkpoint, Shard, TrainingState};
 use crate::checkpoint::chunk::{Chunk, ShardSpec, usizes};
 use crate::checkpoint::stream::BLOCK;
 
@@ -75,9 +75,9 @@ fn write(tensors: &BTreeMap<String, Tensor>, meshes: (usize, usize), folder: &Pa
     let mut all: Vec<Checkpoint> =
         (0..ranks).map(|_| Checkpoint { training: Some(training()), ..Checkpoint::default() }).collect();
     for (name, tensor) in tensors {
-        for (rank, shard) in mesh(&tensor.size(), meshes, rng).into_iter().enumerate() {
-            let values = shard.of(tensor).unwrap();
-            all[rank].parts.push(Part { name: name.clone(), shard, values });
+        for (rank, spec) in mesh(&tensor.size(), meshes, rng).into_iter().enumerate() {
+            let values = spec.of(tensor).unwrap();
+            all[rank].shards.push(Shard { name: name.clone(), spec, values });
         }
     }
     fs::create_dir(folder).unwrap();
@@ -130,7 +130,7 @@ fn any_mesh_reads_what_any_mesh_has_written() {
     }
 }
 
-/// The parts of a column-parallel layer: its weights, its optimizer's state, and what ZeRO makes of the local columns.
+/// The shards of a column-parallel layer: its weights, its optimizer's state, and what ZeRO makes of the local columns.
 #[test]
 fn columns_are_read_as_a_whole_as_rows_and_as_ranges() {
     let root = tempfile::tempdir().unwrap();
@@ -140,11 +140,11 @@ fn columns_are_read_as_a_whole_as_rows_and_as_ranges() {
     let checkpoint = |tp: usize, dp: usize| {
         let mut own = ShardSpec::of_chunk(&[6, 10], columns(5 * tp, 5));
         own.range = 15 * dp..15 * dp + 15; // of the 30 elements of the local columns: the cut is within a row
-        let part =
-            |name: &str| Part { name: name.to_owned(), shard: own.clone(), values: own.of(&weight).unwrap() };
+        let shard =
+            |name: &str| Shard { name: name.to_owned(), spec: own.clone(), values: own.of(&weight).unwrap() };
         let training = Some(training());
-        let parts = vec![part("fc.weight"), part("voltaic:optimizer.0.exp_avg.fc.weight")];
-        Checkpoint { parts, training, ..Checkpoint::default() }
+        let shards = vec![shard("fc.weight"), shard("voltaic:optimizer.0.exp_avg.fc.weight")];
+        Checkpoint { shards, training, ..Checkpoint::default() }
     };
     let all = [checkpoint(0, 0), checkpoint(0, 1), checkpoint(1, 0), checkpoint(1, 1)];
     let folder = root.path().join("folder.ckpt");

@@ -14,7 +14,7 @@ use tch::Tensor;
 use super::folder::{INDEX, exchange, file_name, flush_folder, is_own_folder, remove_folder};
 use super::index::{Entry, FileEntry, Index};
 use crate::checkpoint::atomic::temporary_folder;
-use crate::checkpoint::checkpoint::{Checkpoint, CheckpointMeta, FORMAT_VERSION, Part, TrainingState};
+use crate::checkpoint::checkpoint::{Checkpoint, CheckpointMeta, FORMAT_VERSION, Shard, TrainingState};
 use crate::checkpoint::chunk::{Chunk, usizes};
 use crate::checkpoint::format::{
     OWN, cannot_hold, check_names, check_unique, dtype, later_than_all, metadata_at, shared_tensors,
@@ -24,8 +24,8 @@ use crate::checkpoint::stream::{BLOCK, Planned, bytes_of, of_size, patch, write_
 use crate::distributed::ProcessGroup;
 use crate::error::{CheckpointError, Error, Problem, Result};
 
-/// What to do if the parts of the ranks do not fit together.
-pub(super) const SAVE_PARTS: &str = "give each element of a tensor on one rank; the trainer does";
+/// What to do if the shards of the ranks do not fit together.
+pub(super) const SAVE_SHARDS: &str = "give each element of a tensor on one rank; the trainer does";
 /// The metadata entry of a rank's file: which checkpoint and rank it is of.
 pub(super) const METADATA_KEY: &str = "voltaic_shard";
 
@@ -45,14 +45,14 @@ pub(super) struct Owner {
 /// What a rank has of a checkpoint.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct RankReport {
-    tensors: Vec<Shard>,
+    tensors: Vec<ShardReport>,
     had_grad: Vec<String>,
     logged: Value,
 }
 
 /// What a rank has of a tensor.
 #[derive(Debug, Serialize, Deserialize)]
-struct Shard {
+struct ShardReport {
     name: String,
     dtype: Dtype,
     shape: Vec<usize>,
@@ -69,7 +69,7 @@ pub(super) struct Merged {
     pub logged: Vec<Value>,
 }
 
-/// Saves a checkpoint of which each rank brings its parts. The folder appears under its name when all files are on disk; until
+/// Saves a checkpoint of which each rank brings its shards. The folder appears under its name when all files are on disk; until
 /// then, and if a rank fails, what was there stays.
 ///
 /// # Collective
@@ -237,7 +237,7 @@ pub(super) fn report(checkpoint: &Checkpoint, tensors: &[OwnTensor<'_>]) -> Rank
         let (shape, chunks) = own.place.clone()?;
         let (name, dtype) = (own.planned.name.clone(), own.planned.dtype);
         let chunks = chunks.into_iter().map(|Chunk { offsets, sizes }| (offsets, sizes)).collect();
-        Some(Shard { name, dtype, shape, chunks })
+        Some(ShardReport { name, dtype, shape, chunks })
     };
     let training = checkpoint.training.as_ref();
     RankReport {
@@ -247,7 +247,7 @@ pub(super) fn report(checkpoint: &Checkpoint, tensors: &[OwnTensor<'_>]) -> Rank
     }
 }
 
-/// The contents of a rank's file: its parts, its local state, and unsharded values. Rank 0 writes most of the last; the numbers of
+/// The contents of a rank's file: its shards, its local state, and unsharded values. Rank 0 writes most of the last; the numbers of
 /// optimizers come from the ranks that have them.
 pub(super) fn own_tensors(checkpoint: &Checkpoint, rank: usize) -> Result<Vec<OwnTensor<'_>>> {
     let module = &checkpoint.meta.module;
@@ -264,14 +264,14 @@ pub(super) fn own_tensors(checkpoint: &Checkpoint, rank: usize) -> Result<Vec<Ow
             own.push(OwnTensor { planned, values, place });
         }
     }
-    for Part { name, shard, values } in &checkpoint.parts {
-        let differs = || format!("has {} values for {} elements", values.numel(), shard.range.len());
-        let differs = (values.numel() != shard.range.len()).then(differs);
-        if let Some(what) = shard.problem().or(differs) {
-            return Err(cannot_hold(module, format!("the part of {name} {what}"), SAVE_PARTS));
+    for Shard { name, spec, values } in &checkpoint.shards {
+        let differs = || format!("has {} values for {} elements", values.numel(), spec.range.len());
+        let differs = (values.numel() != spec.range.len()).then(differs);
+        if let Some(what) = spec.problem().or(differs) {
+            return Err(cannot_hold(module, format!("the shard of {name} {what}"), SAVE_SHARDS));
         }
-        if values.numel() > 0 || (rank == 0 && shard.shape.contains(&0)) {
-            let place = Some((usizes(&shard.shape), shard.rectangles()));
+        if values.numel() > 0 || (rank == 0 && spec.shape.contains(&0)) {
+            let place = Some((usizes(&spec.shape), spec.rectangles()));
             own.push(OwnTensor { planned: planned(name.clone(), values)?, values, place });
         }
     }
@@ -288,7 +288,7 @@ pub(super) fn own_tensors(checkpoint: &Checkpoint, rank: usize) -> Result<Vec<Ow
 /// Puts together what the ranks have.
 ///
 /// # Errors
-/// If a tensor has another dtype or shape on another rank, or the parts are not all of it once.
+/// If a tensor has another dtype or shape on another rank, or the shards are not all of it once.
 pub(super) fn merged(reports: Vec<RankReport>) -> Result<Merged, Problem> {
     let mut merged = Merged::default();
     let mut had_grad: HashSet<String> = HashSet::new();
@@ -299,7 +299,7 @@ pub(super) fn merged(reports: Vec<RankReport>) -> Result<Merged, Problem> {
                 merged.had_grad.push(name);
             }
         }
-        for Shard { name, dtype, shape, chunks } in report.tensors {
+        for ShardReport { name, dtype, shape, chunks } in report.tensors {
             let new = || Entry::new(dtype, shape.clone());
             let entry = merged.tensors.entry(name.clone()).or_insert_with(new);
             if (entry.dtype, &entry.shape) != (dtype, &shape) {
@@ -315,7 +315,7 @@ pub(super) fn merged(reports: Vec<RankReport>) -> Result<Merged, Problem> {
     for (name, entry) in &mut merged.tensors {
         entry
             .finish(ranks, &mut usize::MAX.clone())
-            .map_err(|what| Problem::new(format!("{name} {what}"), SAVE_PARTS))?;
+            .map_err(|what| Problem::new(format!("{name} {what}"), SAVE_SHARDS))?;
     }
     Ok(merged)
 }
@@ -341,14 +341,14 @@ fn index_of(
     if index.training.is_some() {
         index.ranks = logged.into_iter().skip(1).collect();
     }
-    index.finish(usize::MAX).map_err(|what| Problem::new(what, SAVE_PARTS))?;
+    index.finish(usize::MAX).map_err(|what| Problem::new(what, SAVE_SHARDS))?;
     Ok(index)
 }
 
-/// Saves the parts of all ranks, which one process has; see [`save`].
+/// Saves the shards of all ranks, which one process has; see [`save`].
 ///
 /// # Errors
-/// If the folder cannot be written, or the parts are not all of each tensor once.
+/// If the folder cannot be written, or the shards are not all of each tensor once.
 pub(in crate::checkpoint) fn save_ranks(all: &[Checkpoint], path: &Path) -> Result<()> {
     let not_saved = |problem: Problem| not_saved(path, problem);
     let mut temporary = Temporary::make(path).map_err(not_saved)?;
@@ -409,7 +409,7 @@ mod tests {
     }
 
     /// What a rank has of a unit's tensors, which stand one behind the other.
-    fn shards(unit: &[(String, Vec<usize>)], state: &str, rank: usize, ranks: usize) -> Vec<Shard> {
+    fn shards(unit: &[(String, Vec<usize>)], state: &str, rank: usize, ranks: usize) -> Vec<ShardReport> {
         let sizes = unit.iter().map(|(_, shape)| shape.iter().product::<usize>());
         let all: usize = sizes.clone().sum();
         let own = all * rank / ranks..all * (rank + 1) / ranks;
@@ -421,7 +421,7 @@ mod tests {
             if !range.is_empty() {
                 let chunks = Chunk::whole(shape).rectangles(range).into_iter();
                 let chunks = chunks.map(|Chunk { offsets, sizes }| (offsets, sizes)).collect();
-                shards.push(Shard {
+                shards.push(ShardReport {
                     name: format!("{state}{name}"),
                     dtype: Dtype::F32,
                     shape: shape.clone(),

@@ -140,9 +140,9 @@ impl WeightValues {
     /// If a strategy keeps the weight.
     pub(super) fn of(fqn: &str, weight: &Parameter) -> Result<Self> {
         if weight.is_kept() {
-            let what = format!("the strategy keeps {fqn}.weight, which is divided among ranks");
+            let what = format!("the strategy keeps {fqn}.weight, which is sharded among ranks");
             let remedy =
-                "call convert_modules before the trainer, or use a strategy that does not divide weights";
+                "call convert_modules before the trainer, or use a strategy that does not shard weights";
             return Err(ConfigError::new("fp8 inference", what, remedy).into());
         }
         let tensor = weight.try_tensor()?.f_detach()?;

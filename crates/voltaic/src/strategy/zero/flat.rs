@@ -10,7 +10,7 @@ use crate::ffi;
 use crate::nn::Parameter;
 
 /// Parameters start, and shards end, at multiples of so many elements: kernels then meet the same groups of elements in a shard
-/// as in the whole parameter, and give the same bits.
+/// as in the unsharded parameter, and give the same bits.
 const ALIGN: usize = 16;
 
 /// Elements of a shard that may be left free so that kernels are cut between their outputs.
@@ -482,8 +482,8 @@ mod tests {
                     let shard = layout.shard(&flat, rank).unwrap();
                     layout.param_shard(&shard, place, rank).unwrap()
                 });
-                let whole = Tensor::cat(&shards.collect::<Vec<_>>(), 0);
-                assert_eq!(whole, Tensor::arange(place.numel as i64, (Kind::Float, tch::Device::Cpu)));
+                let unsharded = Tensor::cat(&shards.collect::<Vec<_>>(), 0);
+                assert_eq!(unsharded, Tensor::arange(place.numel as i64, (Kind::Float, tch::Device::Cpu)));
             }
             let used: i64 = layout.places.iter().map(|place| place.numel as i64).sum();
             let zeros = flat.numel() as i64 - flat.count_nonzero(0).int64_value(&[]);

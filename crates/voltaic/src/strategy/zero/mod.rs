@@ -8,10 +8,10 @@
 //!    next units ahead, in the order of the last step (`order`); `unsharded_storage` has their memory. Ranks compare in which
 //!    order they have unsharded units (`order_digest`).
 //! 3. Backward: `unit_set` reduces the gradients of a unit once they are complete, and keeps this rank's shard (`grads`).
-//! 4. `optimizer` steps the shards. `whole` gathers single parameters for optimizers that need whole ones.
+//! 4. `optimizer` steps the shards. `unsharded_params` unshards single parameters for optimizers that need them so.
 //!
 //! `weight_shard` has what weights are gathered from if the optimizer's shard is offloaded, `swapper` what is in files between steps, and
-//! `update` what a step does with these files; `host_states` moves states to the host between phases. `shards` has this rank's part of a
+//! `update` what a step does with these files; `host_states` moves states to the host between phases. `shards` has this rank's shards of a
 //! checkpoint, `values` single values by name, and `report` counts memory.
 
 mod access;
@@ -30,11 +30,11 @@ mod shards;
 mod swapper;
 mod unit;
 mod unit_set;
+mod unsharded_params;
 mod unsharded_storage;
 mod update;
 mod values;
 mod weight_shard;
-mod whole;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -46,7 +46,7 @@ use super::peers::{SentVotes, broadcast_buffers, same_modules, start_equal};
 use super::sharded::{ShardedGrads, ShardedState};
 use super::strategy::{PART, Strategy, drop_grads_of, grads_of, set_grads_of};
 use super::votes::Votes;
-use crate::checkpoint::{Part, ShardSpec};
+use crate::checkpoint::{Shard, ShardSpec};
 use crate::device::Device;
 use crate::distributed::{DeviceMesh, ProcessGroup, SubMesh, World};
 use crate::error::{ConfigError, Result};
@@ -63,7 +63,7 @@ use report::{MemoryReport, moved_per_step, swapped_per_step};
 use swapper::Files;
 use unit::Unit;
 use unit_set::{UnitSet, hook_leaves};
-use whole::Whole;
+use unsharded_params::UnshardedParams;
 
 /// Data-parallel training in which each rank keeps a shard of the optimizer states, from stage 2 on of the gradients, in stage 3
 /// of the weights.
@@ -102,7 +102,7 @@ impl Zero {
     }
 
     /// The ranks that shard states among each other, if there are some.
-    fn peers(&self) -> Option<&Arc<ProcessGroup>> {
+    fn group(&self) -> Option<&Arc<ProcessGroup>> {
         self.world.mesh().dp_shard.group()
     }
 
@@ -130,18 +130,18 @@ impl Zero {
     }
 
     fn partitioner(&self) -> Partitioner<'_> {
-        let peers = self.peers().map(Arc::as_ref);
+        let group = self.group().map(Arc::as_ref);
         Partitioner {
             config: &self.config,
             dp_shard: &self.world.mesh().dp_shard,
-            peers,
+            group,
             target: self.target,
         }
     }
 
     /// Uses these units from now on.
     fn keep(&mut self, units: Vec<Unit>, files: Files) -> Result<()> {
-        let set = UnitSet::new(self.config.clone(), self.peers().cloned(), units, files);
+        let set = UnitSet::new(self.config.clone(), self.group().cloned(), units, files);
         self.set = Some(Arc::new(Mutex::new(set)));
         self.phase = Arc::default();
         self.follow_units()
@@ -319,17 +319,17 @@ impl Strategy for Zero {
         self.check_mesh()?;
         if self.config.stage < ZeroStage::Three {
             self.teardown();
-            return self.peers().map_or(Ok(()), |group| start_equal(group, module));
+            return self.group().map_or(Ok(()), |group| start_equal(group, module));
         }
         // weights become rank 0's unit by unit
-        self.peers().map_or(Ok(()), |group| {
+        self.group().map_or(Ok(()), |group| {
             same_modules(group, module)?;
             broadcast_buffers(group, module)
         })?;
         if !self.resume(module)? {
             self.teardown();
             let is_deferred = module.parameters().iter().any(Parameter::is_provisional);
-            let stays_sharded = self.peers().is_some() && (is_deferred || !self.config.gather_after_fit);
+            let stays_sharded = self.group().is_some() && (is_deferred || !self.config.gather_after_fit);
             self.stays_sharded = self.world.of_rank_zero(stays_sharded)?;
             let dtype = self.target.and_then(|(_, dtype)| dtype).unwrap_or(Kind::Float);
             let mut files = Files::open(&self.config, self.world.rank, dtype)?;
@@ -354,7 +354,7 @@ impl Strategy for Zero {
             let mut units = std::mem::take(&mut locked.units);
             let given = self.partitioner().give_optimizers(&mut units, &trained);
             let files = std::mem::take(&mut locked.files);
-            *locked = UnitSet::new(self.config.clone(), self.peers().cloned(), units, files);
+            *locked = UnitSet::new(self.config.clone(), self.group().cloned(), units, files);
             drop(locked);
             if given? {
                 self.follow_units()?;
@@ -377,10 +377,10 @@ impl Strategy for Zero {
             let sharded = sharded_params.iter().find(|(id, _)| *id == parameter.id());
             sharded.map_or_else(|| parameter.clone(), |(_, sharded)| sharded.clone()) // frozen ones are not sharded
         };
-        let whole = Arc::new(Whole::of(&set, &locked));
+        let unsharded = Arc::new(UnshardedParams::of(&set, &locked));
         drop(locked);
         let asked = if self.config.float32_states { asked.with_float32_states() } else { asked };
-        let built = asked.build_over_shards(module, &in_place_of, Some(whole))?;
+        let built = asked.build_over_shards(module, &in_place_of, Some(unsharded))?;
         let wrap = |(index, built): (usize, ConfiguredOptimizer)| {
             let inner = built.optimizer;
             let mut locked = set.lock().unwrap_or_else(PoisonError::into_inner);
@@ -406,7 +406,7 @@ impl Strategy for Zero {
             order.begin(|unit| units[unit].layout.len());
             units.iter_mut().for_each(|unit| unit.open_calls = 0);
         }
-        match self.peers() {
+        match self.group() {
             Some(group) if opens && self.config.broadcast_buffers => broadcast_buffers(group, module),
             _ => Ok(()),
         }
@@ -523,7 +523,7 @@ impl Strategy for Zero {
     }
 
     fn agree(&self, votes: Votes) -> Result<Votes> {
-        self.peers().map_or(Ok(votes), |group| SentVotes::start(group, votes)?.receive())
+        self.group().map_or(Ok(votes), |group| SentVotes::start(group, votes)?.receive())
     }
 
     fn finish(&mut self, module: &dyn Module) -> Result<()> {
@@ -594,7 +594,7 @@ impl Drop for Zero {
 }
 
 impl ShardedState for Zero {
-    fn save_weights(&self) -> Result<Vec<Part>> {
+    fn save_weights(&self) -> Result<Vec<Shard>> {
         let Some(set) = self.with_changes()? else { return Ok(Vec::new()) };
         set.check_not_torn()?;
         shards::weights(&set)
@@ -612,7 +612,11 @@ impl ShardedState for Zero {
         shards::shard(&*self.set()?, fqn)
     }
 
-    fn save_optimizer(&self, index: usize, optimizer: &dyn Optimizer) -> Result<(OptimizerState, Vec<Part>)> {
+    fn save_optimizer(
+        &self,
+        index: usize,
+        optimizer: &dyn Optimizer,
+    ) -> Result<(OptimizerState, Vec<Shard>)> {
         let set = self.with_changes()?;
         set.as_ref().map_or(Ok(()), |set| set.check_not_torn())?;
         let state = optimizer.state_dict();
@@ -626,11 +630,11 @@ impl ShardedState for Zero {
         &self,
         optimizer: &mut dyn Optimizer,
         state: OptimizerState,
-        parts: Vec<Part>,
+        shards: Vec<Shard>,
     ) -> Result<()> {
         optimizer.reload_states(&OffloadState::ALL)?;
         let state = match self.set() {
-            Some(mut set) => shards::load_optimizer(&mut set, state, parts)?,
+            Some(mut set) => shards::load_optimizer(&mut set, state, shards)?,
             None => state,
         };
         optimizer.take_state_dict(state)
@@ -642,8 +646,8 @@ impl ShardedState for Zero {
         for unit in &set.units {
             own.extend(unit.own_sums()?.into_iter().map(|(fqn, sums)| (fqn.to_owned(), sums)));
         }
-        let (parts, had_grad) = shards::grads(&set)?;
-        Ok(ShardedGrads { own, parts, had_grad })
+        let (shards, had_grad) = shards::grads(&set)?;
+        Ok(ShardedGrads { own, shards, had_grad })
     }
 
     fn grad_shard(&self, fqn: &str) -> Option<ShardSpec> {

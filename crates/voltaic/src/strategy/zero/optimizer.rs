@@ -45,7 +45,7 @@ impl ZeroOptimizer {
         self.set().units.iter().any(Unit::has_grads_in_file)
     }
 
-    /// Slices with a gradient, as the leaves that have it.
+    /// Sharded parameters with a gradient, as the leaves that have it.
     fn leaves(&self) -> Vec<Tensor> {
         let params = self.inner.param_groups().iter().flat_map(ParamGroup::params);
         params.map(|(_, sharded)| sharded.leaf().shallow_clone()).collect()
@@ -71,7 +71,7 @@ impl ZeroOptimizer {
 pub(super) fn check_divisible(asked: &Optimizers, strategy: &str, allows_untested: bool) -> Result<()> {
     if let Some(name) = asked.not_divisible().next() {
         let what =
-            format!("{name} with {strategy}: it needs whole parameters, and ranks have shards of them");
+            format!("{name} with {strategy}: it needs unsharded parameters, and ranks have shards of them");
         return Err(ConfigError::new("configure_optimizers", what, "use AdamW, or the strategy ddp").into());
     }
     match asked.not_elementwise().next() {
@@ -181,7 +181,7 @@ impl Optimizer for ZeroOptimizer {
             }
             false => self.inner.unscale(inverse)?,
         };
-        let Some(group) = self.set().peers.clone() else { return Ok(is_finite) };
+        let Some(group) = self.set().group.clone() else { return Ok(is_finite) };
         let _named = collective_scope("overflow");
         let num_failed = Tensor::f_from_slice(&[f32::from(u8::from(!is_finite))])?;
         group.all_reduce(&num_failed, ReduceOp::Sum)?;

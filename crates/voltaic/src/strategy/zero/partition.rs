@@ -22,7 +22,7 @@ pub(super) type Trained = [Vec<(String, Parameter)>];
 pub(super) struct Partitioner<'a> {
     pub config: &'a ZeroConfig,
     pub dp_shard: &'a SubMesh,
-    pub peers: Option<&'a ProcessGroup>,
+    pub group: Option<&'a ProcessGroup>,
     /// The device that weights are unsharded on, and the dtype that they have there.
     pub target: Option<(tch::Device, Option<Kind>)>,
 }
@@ -162,7 +162,7 @@ impl Partitioner<'_> {
             let keeps_values = *rank == 0; // the others get these
             let mut unit = Unit::of_module(layout, *rank, masters, (module, keeps_values))?;
             unit.is_leaf = module.is_some_and(|module| leaves.iter().any(|leaf| leaf == module));
-            if let Some(group) = self.peers {
+            if let Some(group) = self.group {
                 unit.take_from_rank_zero(group)?;
             }
             unit.reshard()?; // the next one needs the room

@@ -1,42 +1,42 @@
-//! This rank's parts of units for checkpoints, saved and loaded without communication.
+//! This rank's shards of units for checkpoints, saved and loaded without communication.
 
 use tch::Tensor;
 
 use super::unit::{STEP, Unit};
 use super::unit_set::UnitSet;
-use crate::checkpoint::{MASTER, Part, ShardSpec};
+use crate::checkpoint::{MASTER, Shard, ShardSpec};
 use crate::error::{ConfigError, Result};
 use crate::optim::OptimizerState;
 
 /// What this rank has of a parameter in a unit.
 pub(super) fn shard(set: &UnitSet, fqn: &str) -> Option<ShardSpec> {
     let (unit, index) = set.place_of(fqn)?;
-    Some(shard_of(&set.units[unit], index))
+    Some(spec_of(&set.units[unit], index))
 }
 
 /// The same if its weight is sharded.
 pub(super) fn weight_shard(set: &UnitSet, fqn: &str) -> Option<ShardSpec> {
     let (unit, index) = set.place_of(fqn)?;
     let unit = &set.units[unit];
-    unit.shards_weights().then(|| shard_of(unit, index))
+    unit.shards_weights().then(|| spec_of(unit, index))
 }
 
-fn shard_of(unit: &Unit, index: usize) -> ShardSpec {
+fn spec_of(unit: &Unit, index: usize) -> ShardSpec {
     ShardSpec::flat(&unit.layout.places[index].shape, unit.range(index))
 }
 
-fn part_of(unit: &Unit, index: usize, name: String, values: Tensor) -> Part {
-    Part { name, shard: shard_of(unit, index), values }
+fn shard_of(unit: &Unit, index: usize, name: String, values: Tensor) -> Shard {
+    Shard { name, spec: spec_of(unit, index), values }
 }
 
-/// This rank's parts of the weights of all units.
-pub(super) fn weights(set: &UnitSet) -> Result<Vec<Part>> {
+/// This rank's shards of the weights of all units.
+pub(super) fn weights(set: &UnitSet) -> Result<Vec<Shard>> {
     let _no_grad = tch::no_grad_guard();
     let places = |unit: &'_ Unit| 0..unit.layout.places.len();
     let all = set.units.iter().flat_map(|unit| places(unit).map(move |index| (unit, index)));
     all.map(|(unit, index)| {
         let fqn = unit.layout.places[index].fqn.clone();
-        Ok(part_of(unit, index, fqn, unit.weight_param_shard(index)?))
+        Ok(shard_of(unit, index, fqn, unit.weight_param_shard(index)?))
     })
     .collect()
 }
@@ -56,14 +56,14 @@ pub(super) fn load_weight(set: &mut UnitSet, fqn: &str, values: &Tensor) -> Resu
     unit.renew()
 }
 
-/// The state of an optimizer's sharded parameters as numbers and parts.
+/// The state of an optimizer's sharded parameters as numbers and shards.
 pub(super) fn save_optimizer(
     set: &UnitSet,
     index: usize,
     state: OptimizerState,
-) -> Result<(OptimizerState, Vec<Part>)> {
+) -> Result<(OptimizerState, Vec<Shard>)> {
     let OptimizerState { tensors, groups } = state;
-    let (mut numbers, mut parts) = (Vec::new(), Vec::new());
+    let (mut numbers, mut shards) = (Vec::new(), Vec::new());
     for (name, tensor) in tensors {
         let place = name.split_once('.').and_then(|(_, fqn)| set.place_of(fqn));
         let Some((unit, index)) = place else {
@@ -74,28 +74,28 @@ pub(super) fn save_optimizer(
         let range = unit.range(index);
         if tensor.dim() == 1 && tensor.numel() == range.len() {
             let values = unit.layout.places[index].to_rows(&tensor)?;
-            parts.push(part_of(unit, index, name, values));
+            shards.push(shard_of(unit, index, name, values));
         } else if range.start == 0 && !range.is_empty() {
-            numbers.push((name, tensor)); // the same on all ranks that have a part
+            numbers.push((name, tensor)); // the same on all ranks that have a shard
         }
     }
     for unit in set.units.iter().filter(|unit| unit.optimizer == index && unit.has_master) {
         for (index, (place, sharded)) in unit.layout.places.iter().zip(&unit.sharded_params).enumerate() {
             let name = format!("{MASTER}.{}", place.fqn);
-            parts.push(part_of(unit, index, name, place.to_rows(&sharded.leaf().detach())?));
+            shards.push(shard_of(unit, index, name, place.to_rows(&sharded.leaf().detach())?));
         }
     }
-    Ok((OptimizerState { tensors: numbers, groups }, parts))
+    Ok((OptimizerState { tensors: numbers, groups }, shards))
 }
 
-/// What an optimizer over sharded parameters takes of numbers and parts; master weights go to their units.
+/// What an optimizer over sharded parameters takes of numbers and shards; master weights go to their units.
 pub(super) fn load_optimizer(
     set: &mut UnitSet,
     state: OptimizerState,
-    mut parts: Vec<Part>,
+    mut shards: Vec<Shard>,
 ) -> Result<OptimizerState> {
     let OptimizerState { mut tensors, groups } = state;
-    set.make_masters_of(parts.iter().map(|part| part.name.as_str()))?;
+    set.make_masters_of(shards.iter().map(|shard| shard.name.as_str()))?;
     set.units.iter_mut().for_each(Unit::note_change);
     let set = &*set;
     let place_of = |name: &str| name.split_once('.').and_then(|(_, fqn)| set.place_of(fqn));
@@ -108,10 +108,10 @@ pub(super) fn load_optimizer(
         !is_count && place_of(name).is_some()
     };
     for (name, number) in tensors.extract_if(.., is_like_parameter).collect::<Vec<_>>() {
-        let (shard, values) = (ShardSpec::whole(&number.size()), number.f_reshape([-1_i64])?);
-        parts.push(Part { name, shard, values });
+        let (spec, values) = (ShardSpec::whole(&number.size()), number.f_reshape([-1_i64])?);
+        shards.push(Shard { name, spec, values });
     }
-    for Part { name, values, .. } in parts {
+    for Shard { name, values, .. } in shards {
         let Some((unit, index)) = place_of(&name) else {
             tensors.push((name, values)); // refused by the optimizer
             continue;
@@ -131,18 +131,18 @@ pub(super) fn load_optimizer(
     Ok(OptimizerState { tensors, groups })
 }
 
-/// This rank's parts of pending gradients, and which have had one on this rank.
-pub(super) fn grads(set: &UnitSet) -> Result<(Vec<Part>, Vec<String>)> {
-    let (mut parts, mut had_grad) = (Vec::new(), Vec::new());
+/// This rank's shards of pending gradients, and which have had one on this rank.
+pub(super) fn grads(set: &UnitSet) -> Result<(Vec<Shard>, Vec<String>)> {
+    let (mut shards, mut had_grad) = (Vec::new(), Vec::new());
     for unit in &set.units {
         for (index, (fqn, had, grad)) in unit.pending()?.into_iter().enumerate() {
             if had {
                 had_grad.push(fqn.to_owned());
             }
-            parts.push(part_of(unit, index, fqn.to_owned(), grad));
+            shards.push(shard_of(unit, index, fqn.to_owned(), grad));
         }
     }
-    Ok((parts, had_grad))
+    Ok((shards, had_grad))
 }
 
 /// Takes this rank's elements of a pending gradient.

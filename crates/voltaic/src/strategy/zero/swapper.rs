@@ -28,7 +28,7 @@ const GRAD: &str = "gradient";
 /// What a rank keeps in files.
 #[derive(Debug, Default)]
 pub(super) struct Files {
-    /// Parts of units, and states of optimizers.
+    /// Shards of units, and states of optimizers.
     pub optimizer: Option<Swapper>,
     /// Shards of weights.
     params: Option<SharedStore>,

@@ -612,8 +612,8 @@ impl Unit {
     }
 
     /// What this rank has of a tensor like the parameter at `index`, as a copy in the order of its elements in memory.
-    pub fn param_shard_of(&self, index: usize, whole: &Tensor) -> Result<Tensor> {
-        let flat = self.layout.places[index].to_memory_order(&whole.f_reshape([-1_i64])?)?;
+    pub fn param_shard_of(&self, index: usize, unsharded: &Tensor) -> Result<Tensor> {
+        let flat = self.layout.places[index].to_memory_order(&unsharded.f_reshape([-1_i64])?)?;
         copied(&narrow(&flat, self.range(index))?)
     }
 

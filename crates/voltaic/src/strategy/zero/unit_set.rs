@@ -45,8 +45,8 @@ struct Sent {
 #[derive(Debug)]
 pub(super) struct UnitSet {
     pub config: ZeroConfig,
-    /// The other ranks, if there are some.
-    pub peers: Option<Arc<ProcessGroup>>,
+    /// The ranks that shard states among each other (`dp_shard`), if there are several.
+    pub group: Option<Arc<ProcessGroup>>,
     pub units: Vec<Unit>,
     /// What the sum of each unit's gradients is called.
     names: Vec<Arc<str>>,
@@ -98,7 +98,7 @@ impl UnitSet {
             fits_on_device &= unit.try_reserve()?;
         }
         self.units.iter_mut().try_for_each(Unit::release_reserved)?;
-        let Some(group) = &self.peers else { return Ok(fits_on_device) };
+        let Some(group) = &self.group else { return Ok(fits_on_device) };
         let short = Tensor::f_from_slice(&[f32::from(u8::from(!fits_on_device))])?;
         group.all_reduce(&short, ReduceOp::Sum)?;
         Ok(short.f_double_value(&[0])? == 0.0)
@@ -106,7 +106,7 @@ impl UnitSet {
 
     pub fn new(
         config: ZeroConfig,
-        peers: Option<Arc<ProcessGroup>>,
+        group: Option<Arc<ProcessGroup>>,
         mut units: Vec<Unit>,
         files: Files,
     ) -> Self {
@@ -131,7 +131,7 @@ impl UnitSet {
             by_id,
             by_fqn,
             config,
-            peers,
+            group,
             waiting: Vec::new(),
             is_ready: Vec::new(),
             names: units.iter().map(|unit| format!("gradients of {}", unit.layout.title()).into()).collect(),
@@ -152,11 +152,11 @@ impl UnitSet {
     }
 
     pub fn group(&self) -> Option<&ProcessGroup> {
-        self.peers.as_deref()
+        self.group.as_deref()
     }
 
     fn ranks(&self) -> usize {
-        self.peers.as_ref().map_or(1, |group| group.world_size())
+        self.group.as_ref().map_or(1, |group| group.world_size())
     }
 
     /// Before a backward pass. With `syncs` its gradients complete a window; `votes` are those of all ranks.
@@ -227,7 +227,7 @@ impl UnitSet {
 
     /// An error if gradients came from a backward pass that was not the trainer's, and are this rank's alone.
     pub fn check_averaged(&self) -> Result<()> {
-        let Some(name) = self.own_backward.as_ref().filter(|_| self.peers.is_some()) else {
+        let Some(name) = self.own_backward.as_ref().filter(|_| self.group.is_some()) else {
             return Ok(());
         };
         let what = format!("the gradient of `{name}` comes from loss.backward(), and is this rank's alone");
@@ -255,7 +255,7 @@ impl UnitSet {
         if let Some(dtype) = self.config.communication_dtype.filter(|dtype| *dtype != given.kind()) {
             given = given.f_to_kind(dtype)?;
         }
-        let (work, shard) = match self.peers.as_deref() {
+        let (work, shard) = match self.group.as_deref() {
             Some(group) if unit.layout.shard_len > 0 => {
                 let len = [unit.layout.shard_len as i64];
                 let shard = Tensor::f_empty(len, (given.kind(), given.device()))?;
@@ -313,7 +313,7 @@ impl UnitSet {
             self.units.iter().flat_map(|unit| unit.had_grad.iter().map(|had| f32::from(u8::from(*had))));
         let own = self.order_digest.numbers();
         let mut numbers: Vec<f32> = own.into_iter().chain(had).collect();
-        if let Some(group) = &self.peers {
+        if let Some(group) = &self.group {
             let sums = Tensor::f_from_slice(&numbers)?;
             group.all_reduce(&sums, ReduceOp::Sum)?;
             let len = numbers.len();
@@ -429,13 +429,13 @@ impl UnitSet {
     /// # Collective
     /// All ranks must call it.
     pub fn end_update(&mut self, optimizer: usize, units: Range<usize>) -> Result<Vec<Work>> {
-        let Self { units: all, peers, .. } = self;
+        let Self { units: all, group, .. } = self;
         let mut works = Vec::new();
         let units = all.iter_mut().take(units.end).skip(units.start);
         for unit in units.filter(|unit| unit.optimizer == optimizer && unit.has_grads()) {
             unit.renew_after_step()?;
             if !unit.is_sharded() {
-                works.extend(unit.start_gather(peers.as_deref())?);
+                works.extend(unit.start_gather(group.as_deref())?);
             }
         }
         Ok(works)
@@ -495,7 +495,7 @@ impl UnitSet {
         unit: usize,
         body: impl FnOnce(&mut Unit, Option<&ProcessGroup>) -> R,
     ) -> R {
-        body(&mut self.units[unit], self.peers.as_deref())
+        body(&mut self.units[unit], self.group.as_deref())
     }
 
     /// The place of a parameter: its unit and its index there.
@@ -519,7 +519,7 @@ impl UnitSet {
     /// The norms of all ranks' shards, as one tensor of a dtype that is the same on all ranks.
     pub fn all_norms(&self, norm: &Tensor, kind: Kind) -> Result<Tensor> {
         let norm = norm.f_to_kind(kind)?.f_reshape([1_i64])?;
-        match &self.peers {
+        match &self.group {
             Some(group) => Ok(group.all_gather(&norm)?.f_view([-1_i64])?),
             None => Ok(norm),
         }

@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 use super::flat::copied;
 use super::unit::Unit;
 use super::unit_set::UnitSet;
-use super::whole::from_shards;
+use super::unsharded_params::from_shards;
 use crate::checkpoint::MASTER;
 use crate::distributed::{Work, collective_scope};
 use crate::error::{ConfigError, Problem, Result};
@@ -74,7 +74,7 @@ fn find(
     let problem = problem.and_then(|error| error.problems.into_iter().next());
     let problem = problem.map(|problem| problem.problem);
     let report = ValueReport { asked: format!("{value} of {fqn}"), problem, has, kinds: kinds(&states, fqn) };
-    let reports = match &set.peers {
+    let reports = match &set.group {
         Some(group) => group.all_gather_object(&report)?,
         None => vec![report],
     };
@@ -134,7 +134,7 @@ fn unsharded(set: &UnitSet, unit: &Unit, index: usize, own: Option<&Tensor>) -> 
     let nothing = || Tensor::f_zeros([0_i64], (Kind::Float, layout.device));
     let own = own.map_or_else(nothing, |own| own.f_to_dtype(Kind::Float, false, true))?;
     let own = own.f_to_device(layout.device)?;
-    let all = match &set.peers {
+    let all = match &set.group {
         Some(group) if place.numel > 0 => from_shards(group, &ranges, &own)?,
         _ => own,
     };
@@ -261,7 +261,7 @@ pub(super) fn set_local(
     if value != ParamValue::Fp32Weight && value != ParamValue::State(MASTER) {
         return Ok(());
     }
-    let group = set.peers.clone();
+    let group = set.group.clone();
     let unit = &mut set.units[number];
     unit.note_change();
     unit.wait_for_unshard()?;

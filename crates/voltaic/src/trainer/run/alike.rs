@@ -11,7 +11,7 @@ use crate::module::LightningModule;
 use crate::nn::ModuleExt;
 use crate::optim::{ActiveLrScheduler, ParamGroup};
 use crate::trainer::session::session::Session;
-use crate::trainer::state::collect::saves_parts;
+use crate::trainer::state::collect::saves_shards;
 
 impl<M: LightningModule> Session<'_, M> {
     /// What is known of a call before the strategy prepares the module.
@@ -35,7 +35,7 @@ impl<M: LightningModule> Session<'_, M> {
         facts.add("module.automatic_optimization", self.module.automatic_optimization());
         for (fqn, parameter) in self.module.named_parameters() {
             let is_trained = if parameter.requires_grad() { "trained" } else { "frozen" };
-            let (size, kind) = (parameter.whole_size(), parameter.kind());
+            let (size, kind) = (parameter.full_size(), parameter.kind());
             facts.add(format!("module.{fqn}"), format!("{kind:?} of shape {size:?}, {is_trained}"));
         }
         for (fqn, buffer) in self.module.named_buffers() {
@@ -54,12 +54,12 @@ impl<M: LightningModule> Session<'_, M> {
         }
         let mut facts = Facts::default();
         facts.add("optimizers", self.training.optimizers.len());
-        let divides = saves_parts(self.run);
+        let is_sharded = saves_shards(self.run);
         for (index, optimizer) in self.training.optimizers.iter().enumerate() {
             let key = format!("optimizers.{index}");
             facts.add(key.as_str(), optimizer.name());
             for (number, group) in optimizer.param_groups().iter().enumerate() {
-                of_group(&mut facts, &format!("{key}.groups.{number}"), group, divides);
+                of_group(&mut facts, &format!("{key}.groups.{number}"), group, is_sharded);
             }
         }
         for ActiveLrScheduler { optimizer, configured } in &self.training.schedulers {
@@ -124,13 +124,13 @@ impl<M: LightningModule> Session<'_, M> {
     }
 }
 
-/// A group's hyper-parameters, and which parameters it has unless ranks hold parts of them.
-fn of_group(facts: &mut Facts, key: &str, group: &ParamGroup, divides: bool) {
+/// A group's hyper-parameters, and which parameters it has unless ranks hold shards of them.
+fn of_group(facts: &mut Facts, key: &str, group: &ParamGroup, is_sharded: bool) {
     facts.add(format!("{key}.lr"), group.lr);
     facts.add(format!("{key}.weight_decay"), group.weight_decay);
     facts.add(format!("{key}.maximize"), group.maximize);
     facts.add_json(key, &serde_json::to_value(group.options).unwrap_or_default());
-    if !divides {
+    if !is_sharded {
         let mut names = String::new();
         for (fqn, _) in group.params() {
             let _ = write!(names, "{}{fqn}", if names.is_empty() { "" } else { ", " });

@@ -7,7 +7,7 @@ use crate::module::{BatchFacts, LightningModule};
 use crate::trainer::session::agree::agreed;
 use crate::trainer::session::hooks::{guarded, of_callback};
 use crate::trainer::session::session::Session;
-use crate::trainer::state::collect::{saves_parts, snapshot};
+use crate::trainer::state::collect::{saves_shards, snapshot};
 use crate::trainer::state::write::write;
 
 impl<M: LightningModule> Session<'_, M> {
@@ -48,7 +48,7 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Whether a checkpoint is written if the run fails.
     pub(crate) fn saves_on_exception(&self) -> bool {
-        !saves_parts(self.run) && self.run.callbacks.iter().any(|callback| callback.saves_on_exception())
+        !saves_shards(self.run) && self.run.callbacks.iter().any(|callback| callback.saves_on_exception())
     }
 
     /// Reports the failure to callbacks, the data module and loggers, and writes the checkpoints that callbacks request.
@@ -78,13 +78,13 @@ impl<M: LightningModule> Session<'_, M> {
         {
             tracing::warn!("the batch that failed could not be undone: {second}");
         }
-        let divides = saves_parts(self.run);
-        if divides && !requests.is_empty() && global_rank() == 0 {
+        let is_sharded = saves_shards(self.run);
+        if is_sharded && !requests.is_empty() && global_rank() == 0 {
             tracing::warn!(
-                "the checkpoint after the failure is not written: ranks have parts of its state, and some may be gone; resume from the last one"
+                "the checkpoint after the failure is not written: ranks have shards of its state, and some may be gone; resume from the last one"
             );
         }
-        for request in requests.into_iter().filter(|_| global_rank() == 0 && !divides) {
+        for request in requests.into_iter().filter(|_| global_rank() == 0 && !is_sharded) {
             // the other ranks may be gone, and their own states with them
             if let Err(second) = self.flush_loggers().and_then(|()| write(self, &request, &mut Vec::new())) {
                 tracing::warn!("the checkpoint after the failure could not be written: {second}");

@@ -168,7 +168,7 @@ impl<M: LightningModule> Session<'_, M> {
                 inference.config.mode == QuantMode::Quantize && !quant::has_inference_layers(module);
             if quantizes && self.run.engine.strategy.keeps(module) {
                 let what = format!(
-                    "{} divides the weights among ranks, and the precision plugin quantizes them",
+                    "{} shards the weights among ranks, and the precision plugin quantizes them",
                     self.run.engine.strategy.name()
                 );
                 let remedy = "call convert_modules before predict, or use ddp";

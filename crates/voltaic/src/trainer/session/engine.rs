@@ -110,7 +110,7 @@ impl Engine {
     /// always may.
     ///
     /// # Collective
-    /// If the strategy divides gradients.
+    /// If the strategy shards gradients.
     pub(crate) fn unscale(
         &mut self,
         optimizers: &mut [Box<dyn Optimizer>],
@@ -172,7 +172,7 @@ impl Engine {
         self.of_call.toggled_optimizer = Some(index);
         let groups = optimizer.param_groups();
         let params = || groups.iter().flat_map(|group| group.params());
-        // an optimizer may have parts of parameters, under their names
+        // an optimizer may have shards of parameters, under their names
         let (ids, names): (HashSet<u64>, HashSet<&str>) =
             params().map(|(fqn, p)| (p.id(), fqn.as_str())).unzip();
         let is_own = |(fqn, p): &(String, Parameter)| ids.contains(&p.id()) || names.contains(fqn.as_str());

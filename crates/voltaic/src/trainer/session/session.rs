@@ -9,7 +9,7 @@ use tch::Tensor;
 use crate::accelerator::rng;
 use crate::callback::Callback;
 use crate::checkpoint::{
-    Checkpoint, CheckpointIo, CheckpointPaths, LoopState, Part, TrainingState, parts_to_host,
+    Checkpoint, CheckpointIo, CheckpointPaths, LoopState, Shard, TrainingState, shards_to_host,
 };
 use crate::data::{DataModule, Stage};
 use crate::device::Device;
@@ -173,15 +173,15 @@ pub(crate) enum RunSnapshot {
 pub(crate) struct FitState {
     pub state: LoopState,
     pub training: TrainingState,
-    /// This rank's parts of states that are divided among ranks.
-    pub parts: Vec<Part>,
+    /// This rank's shards of states that are sharded among ranks.
+    pub shards: Vec<Shard>,
 }
 
 impl FitState {
     /// The same with all tensors on the host; those that are there are shared.
     pub(crate) fn to_host(&self) -> Result<Self> {
-        let Self { state, training, parts } = self;
-        Ok(Self { state: state.clone(), training: training.to_host()?, parts: parts_to_host(parts)? })
+        let Self { state, training, shards } = self;
+        Ok(Self { state: state.clone(), training: training.to_host()?, shards: shards_to_host(shards)? })
     }
 }
 

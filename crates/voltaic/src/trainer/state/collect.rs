@@ -5,8 +5,8 @@ use serde_json::Value;
 use crate::accelerator::rng;
 use crate::callback::Callback;
 use crate::checkpoint::{
-    Checkpoint, CheckpointMeta, LoopState, Part, RankState, TrainingState, grad_name, optimizer_name,
-    parts_to_host, rank_to_bytes,
+    Checkpoint, CheckpointMeta, LoopState, RankState, Shard, TrainingState, grad_name, optimizer_name,
+    rank_to_bytes, shards_to_host,
 };
 use crate::distributed::SlurmJob;
 use crate::error::{ConfigError, Error, Result};
@@ -18,8 +18,8 @@ use crate::strategy::{ShardedGrads, Strategy};
 use crate::trainer::session::hooks::{guarded, hook_error, of_callback};
 use crate::trainer::session::session::{FitState, Run, RunSnapshot, Session};
 
-/// Whether each of several ranks saves its own parts of checkpoints.
-pub(crate) fn saves_parts(run: &Run) -> bool {
+/// Whether each of several ranks saves its own shards of checkpoints.
+pub(crate) fn saves_shards(run: &Run) -> bool {
     run.engine.strategy.sharded_state().is_some() && run.world().world_size > 1
 }
 
@@ -50,15 +50,15 @@ pub(crate) fn snapshot<M: LightningModule>(
     session: &mut Session<M>,
     is_cut_short: bool,
 ) -> Result<RunSnapshot> {
-    if !saves_parts(session.run) && !session.run.world().is_global_zero() {
+    if !saves_shards(session.run) && !session.run.world().is_global_zero() {
         return Ok(RunSnapshot::OwnState(rank_to_bytes(&own_state(session)?)?));
     }
     if is_cut_short {
         return Ok(RunSnapshot::CutShort(Box::new(collect(session, false)?.snapshot()?)));
     }
-    let FitState { state, training, parts } = training_state(session)?;
-    let (training, parts) = (training.of_finished_fit()?, parts_to_host(&parts)?);
-    Ok(RunSnapshot::Finished(Box::new(FitState { state, training, parts })))
+    let FitState { state, training, shards } = training_state(session)?;
+    let (training, shards) = (training.of_finished_fit()?, shards_to_host(&shards)?);
+    Ok(RunSnapshot::Finished(Box::new(FitState { state, training, shards })))
 }
 
 /// The own state of this rank.
@@ -113,7 +113,7 @@ fn with_savers(checkpoint: &Checkpoint, callbacks: &[Box<dyn Callback>]) -> Resu
 fn training_state<M: LightningModule>(session: &Session<M>) -> Result<FitState> {
     let run = &*session.run;
     let is_manual = !session.module.automatic_optimization();
-    let States { optimizers, grads, had_grad, parts } = states(session)?;
+    let States { optimizers, grads, had_grad, shards } = states(session)?;
     let names = session.training.optimizers.iter().map(|optimizer| optimizer.name().to_owned());
     let schedulers =
         session.training.schedulers.iter().map(|active| active.configured.scheduler.state_dict());
@@ -147,7 +147,7 @@ fn training_state<M: LightningModule>(session: &Session<M>) -> Result<FitState> 
         rng: rng::states(session.plan.device)?,
         ..TrainingState::default()
     };
-    Ok(FitState { state, training, parts })
+    Ok(FitState { state, training, shards })
 }
 
 /// States of optimizers, and gradients of an open window.
@@ -155,7 +155,7 @@ struct States {
     optimizers: Vec<OptimizerState>,
     grads: Vec<(String, tch::Tensor)>,
     had_grad: Vec<String>,
-    parts: Vec<Part>,
+    shards: Vec<Shard>,
 }
 
 fn states<M: LightningModule>(session: &Session<M>) -> Result<States> {
@@ -164,27 +164,27 @@ fn states<M: LightningModule>(session: &Session<M>) -> Result<States> {
     let Some(sharded) = strategy.sharded_state() else {
         let optimizers = optimizers.map(|optimizer| optimizer.state_dict()).collect();
         let grads = pending_grads(session)?;
-        return Ok(States { optimizers, grads, had_grad: Vec::new(), parts: Vec::new() });
+        return Ok(States { optimizers, grads, had_grad: Vec::new(), shards: Vec::new() });
     };
-    let named = |part: Part, name| Part { name, ..part };
-    let (mut states, mut parts) = (Vec::new(), Vec::new());
+    let named = |shard: Shard, name| Shard { name, ..shard };
+    let (mut states, mut shards) = (Vec::new(), Vec::new());
     for (index, optimizer) in optimizers.enumerate() {
         let (state, own) = sharded.save_optimizer(index, optimizer.as_ref())?;
         states.push(state);
-        parts.extend(own.into_iter().map(|part| {
-            let name = optimizer_name(index, &part.name);
-            named(part, name)
+        shards.extend(own.into_iter().map(|shard| {
+            let name = optimizer_name(index, &shard.name);
+            named(shard, name)
         }));
     }
     let pending = match keeps_grads(session) {
         true => sharded.save_grads(session.module.as_dyn())?,
         false => ShardedGrads::default(),
     };
-    parts.extend(pending.parts.into_iter().map(|part| {
-        let name = grad_name(&part.name);
-        named(part, name)
+    shards.extend(pending.shards.into_iter().map(|shard| {
+        let name = grad_name(&shard.name);
+        named(shard, name)
     }));
-    Ok(States { optimizers: states, grads: pending.own, had_grad: pending.had_grad, parts })
+    Ok(States { optimizers: states, grads: pending.own, had_grad: pending.had_grad, shards })
 }
 
 /// A checkpoint of the module's weights and this training state, with what callbacks, data and module add.
@@ -197,17 +197,17 @@ fn complete<M: LightningModule>(session: &mut Session<M>, fit: Option<FitState>)
         checkpoint.leave_out(frozen.map(|(name, _)| name).collect());
     }
     let state = match fit {
-        Some(FitState { state, training, parts }) => {
+        Some(FitState { state, training, shards }) => {
             checkpoint.training = Some(training);
-            checkpoint.parts.extend(parts);
+            checkpoint.shards.extend(shards);
             let callbacks = callback_states(&session.run.callbacks);
             let data = session.profile_data("state_dict")?.around(|| session.data.state_dict());
             Some(LoopState { callbacks, data, ..state })
         }
         None => None,
     };
-    if !saves_parts(session.run) {
-        checkpoint.merge_parts()?;
+    if !saves_shards(session.run) {
+        checkpoint.merge_shards()?;
     }
     on_save_checkpoint(session, &mut checkpoint)?;
     let _action = session.profile_hook("on_save_checkpoint")?;
@@ -233,7 +233,7 @@ fn meta<M: LightningModule>(module: &M, progress: &Progress) -> CheckpointMeta {
     }
 }
 
-/// A checkpoint of weights only: this rank's parts of what is sharded, and whole tensors beside them, which are the module's. Nothing is
+/// A checkpoint of weights only: this rank's shards of what is sharded, and whole tensors beside them, which are the module's. Nothing is
 /// gathered. With `only_sharded` weights that each rank has whole are whole in it, too.
 pub(crate) fn sharded_weights<M: LightningModule>(
     strategy: &dyn Strategy,
@@ -247,15 +247,16 @@ pub(crate) fn sharded_weights<M: LightningModule>(
         weights.extend(quant::scales(module.as_dyn())?);
         return Ok(Checkpoint { weights, meta, ..Checkpoint::default() });
     };
-    let mut parts = sharded.save_weights()?;
+    let mut shards = sharded.save_weights()?;
     if only_sharded {
-        parts.retain(|part| sharded.weight_shard(&part.name).is_some());
+        shards.retain(|shard| sharded.weight_shard(&shard.name).is_some());
     }
-    let is_part = |name: &str| parts.iter().any(|part| part.name == name);
-    let tied: Vec<_> = tied_names(module.as_dyn()).into_iter().filter(|(_, first)| is_part(first)).collect();
-    let is_whole = |name: &str| !is_part(name) && !tied.iter().any(|(alias, _)| alias == name);
+    let is_sharded = |name: &str| shards.iter().any(|shard| shard.name == name);
+    let tied: Vec<_> =
+        tied_names(module.as_dyn()).into_iter().filter(|(_, first)| is_sharded(first)).collect();
+    let is_whole = |name: &str| !is_sharded(name) && !tied.iter().any(|(alias, _)| alias == name);
     let weights = state_dict_of(module.as_dyn(), &is_whole)?;
-    Ok(Checkpoint { weights, training: None, meta, parts, tied })
+    Ok(Checkpoint { weights, training: None, meta, shards, tied })
 }
 
 /// The callbacks' hook.

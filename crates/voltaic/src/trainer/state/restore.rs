@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 use crate::accelerator::rng;
 use crate::callback::Callback;
 use crate::checkpoint::{
-    Checkpoint, Failures, LoopState, OpenWindow, Part, RankState, Unread, exact, grad_name, is_deepspeed,
+    Checkpoint, Failures, LoopState, OpenWindow, RankState, Shard, Unread, exact, grad_name, is_deepspeed,
     parameter_of, read_without_optimizers, use_master_weights,
 };
 use crate::data::Stage;
@@ -49,7 +49,7 @@ pub(crate) struct Opened {
     unread: Option<Unread>,
 }
 
-/// Reads a checkpoint, or what ranks read of it that read their own parts later. States of optimizers may be left out unless the call
+/// Reads a checkpoint, or what ranks read of it that read their own shards later. States of optimizers may be left out unless the call
 /// trains.
 ///
 /// # Collective
@@ -63,14 +63,14 @@ pub(crate) fn load<M: LightningModule>(
     let world = engine.strategy.world();
     let is_slice = |(_, parameter): &(String, Parameter)| parameter.tensor_shard().is_some();
     if engine.strategy.sharded_state().is_none() && !session.module.named_parameters().iter().any(is_slice) {
-        let is_ours = checkpoint_io.reads_parts();
+        let is_ours = checkpoint_io.reads_shards();
         let known = if trains || !is_ours { None } else { read_without_optimizers(path)? };
         let checkpoint = known.map_or_else(|| checkpoint_io.load_checkpoint(path), Ok)?;
         return Ok(Opened { checkpoint, unread: None });
     }
     // that of DeepSpeed each rank reads as a whole
-    let reads_parts = checkpoint_io.reads_parts() && !world.of_rank_zero(is_deepspeed(path))?;
-    let (checkpoint, unread) = match world.peers().filter(|_| reads_parts) {
+    let reads_shards = checkpoint_io.reads_shards() && !world.of_rank_zero(is_deepspeed(path))?;
+    let (checkpoint, unread) = match world.peers().filter(|_| reads_shards) {
         Some(group) => agreed(world, "read", path, Unread::of_ranks(path, group))?,
         None => Unread::of_checkpoint(checkpoint_io.load_checkpoint(path)?, path),
     };
@@ -199,7 +199,7 @@ pub(crate) fn restore_weights<M: LightningModule>(
     agreed(session.run.world(), "read", path, done.and_then(|keys| failures.end().map(|()| keys)))
 }
 
-/// A quantized checkpoint is for validate, test and predict, with a strategy that does not divide weights.
+/// A quantized checkpoint is for validate, test and predict, with a strategy that does not shard weights.
 fn refuse_to_quantize<M: LightningModule>(session: &Session<M>, path: &Path, is_refused: bool) -> Result<()> {
     if !is_refused {
         return Ok(());
@@ -207,7 +207,7 @@ fn refuse_to_quantize<M: LightningModule>(session: &Session<M>, path: &Path, is_
     let what = format!("{} is quantized (float8 weights with scales)", path.display());
     let remedy = match session.run.at.stage {
         Stage::Fit => "validate, test or predict with it; fit needs the weights from before",
-        _ => "use a strategy that does not divide weights, such as ddp, or load it by nn::quant::load before",
+        _ => "use a strategy that does not shard weights, such as ddp, or load it by nn::quant::load before",
     };
     Err(ConfigError::new("ckpt_path", what, remedy).into())
 }
@@ -326,8 +326,8 @@ pub(crate) fn restore_training<M: LightningModule>(
         0 => session.run.world().mesh().dp.size, // of one rank, or saved by rank 0 alone
         others => others + 1,
     });
-    let OwnPart { logged, metrics, grads, rng } =
-        own_part(session.run.world(), first, training.ranks, state.metrics, &path)?;
+    let LocalState { logged, metrics, grads, rng } =
+        local_state(session.run.world(), first, training.ranks, state.metrics, &path)?;
     let configured = hyper_parameters(session);
     let groups = state.optimizers.into_iter().map(|(_, groups)| groups);
     session.run.engine.strategy.drop_grads(session.module.as_dyn())?;
@@ -447,8 +447,8 @@ fn log_other_settings(configured: &[Map<String, Value>], restored: &[Map<String,
     }
 }
 
-/// Gives this rank's optimizers what they have of their states, and the strategy its parts of gradients. Returns gradients that were
-/// sharded and are whole now.
+/// Gives this rank's optimizers what they have of their states, and the strategy its shards of gradients. Returns gradients that were
+/// sharded and are unsharded now.
 fn restore_sharded<M: LightningModule>(
     session: &mut Session<M>,
     unread: &Unread,
@@ -460,7 +460,7 @@ fn restore_sharded<M: LightningModule>(
     let mut failures = Failures::of(unread);
     for (index, (optimizer, groups)) in session.training.optimizers.iter_mut().zip(groups).enumerate() {
         let mut state = OptimizerState { tensors: Vec::new(), groups };
-        let mut parts = Vec::new();
+        let mut shards = Vec::new();
         for (name, key) in unread.optimizer_states(index) {
             if parameter_of(key).is_some_and(|fqn| full.contains(fqn)) {
                 continue; // was taken as the weight
@@ -468,30 +468,30 @@ fn restore_sharded<M: LightningModule>(
             let (kind, fqn) = key.split_once('.').unwrap_or(("", ""));
             // of a parameter without dimensions all states have the shape of a number
             let is_like = |shape: &[i64]| !unread.is_number(name) || (shape.is_empty() && kind != "step");
-            let shard = sharded.state_shard(fqn).filter(|shard| is_like(&shard.shape));
-            failures.note(match shard {
-                Some(shard) => unread
-                    .shard(name, &shard)
-                    .map(|values| parts.push(Part { name: key.to_owned(), shard, values })),
+            let spec = sharded.state_shard(fqn).filter(|spec| is_like(&spec.shape));
+            failures.note(match spec {
+                Some(spec) => unread
+                    .shard(name, &spec)
+                    .map(|values| shards.push(Shard { name: key.to_owned(), spec, values })),
                 None => unread.whole(name).map(|whole| state.tensors.push((key.to_owned(), whole))),
             })?;
         }
-        failures.note(sharded.load_optimizer(optimizer.as_mut(), state, parts))?;
+        failures.note(sharded.load_optimizer(optimizer.as_mut(), state, shards))?;
     }
-    let mut whole = Vec::new();
+    let mut unsharded = Vec::new();
     for fqn in unread.shared_grads() {
         let name = grad_name(fqn);
         engine.of_call.gradients.has_scaled = true;
         match sharded.grad_shard(fqn) {
             Some(shard) => sharded.load_grad(fqn, &unread.shard(&name, &shard)?)?,
-            None => whole.push((fqn.to_owned(), unread.whole(&name)?)),
+            None => unsharded.push((fqn.to_owned(), unread.whole(&name)?)),
         }
     }
-    failures.end().map(|()| whole)
+    failures.end().map(|()| unsharded)
 }
 
-/// What this rank takes of the parts that each rank has for itself.
-struct OwnPart {
+/// What this rank takes of the state that each rank has for itself.
+struct LocalState {
     logged: MetricsState,
     metrics: Vec<(String, tch::Tensor)>,
     grads: Vec<(String, tch::Tensor)>,
@@ -500,13 +500,13 @@ struct OwnPart {
 
 /// `first` and `logged` are rank 0's, `ranks` the others'. A rank that the saved run did not have continues from rank 0's
 /// random state, and has counted nothing: each batch counts at most once. Gradients keep their mean over the ranks.
-fn own_part(
+fn local_state(
     world: &World,
     mut first: RankState,
     mut ranks: Vec<RankState>,
     logged: Value,
     path: &Path,
-) -> Result<OwnPart> {
+) -> Result<LocalState> {
     let saved = ranks.len() + 1;
     let all_grads =
         std::iter::once(&mut first).chain(&mut ranks).map(|state| std::mem::take(&mut state.grads));
@@ -525,12 +525,12 @@ fn own_part(
         None => RankState { logged, ..first },
         Some(None) => {
             let logged = of_rank(0, logged)?.without_open_epoch();
-            return Ok(OwnPart { logged, metrics: Vec::new(), grads, rng: first.rng });
+            return Ok(LocalState { logged, metrics: Vec::new(), grads, rng: first.rng });
         }
         Some(Some(own)) => own,
     };
     let logged = of_rank(world.rank, logged)?;
-    Ok(OwnPart { logged, metrics, grads, rng })
+    Ok(LocalState { logged, metrics, grads, rng })
 }
 
 /// This rank's gradients of those that the ranks of a run had, such that their mean over this run's ranks is the same.

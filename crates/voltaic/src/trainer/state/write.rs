@@ -14,7 +14,7 @@ use crate::profiler::actions;
 use crate::trainer::session::agree::agreed;
 use crate::trainer::session::session::{Run, RunSnapshot, Session};
 use crate::trainer::state::collect::{
-    check_mesh, collect, own_state, saves_parts, sharded_weights, snapshot,
+    check_mesh, collect, own_state, saves_shards, sharded_weights, snapshot,
 };
 use crate::trainer::state::restart::next_path;
 
@@ -31,11 +31,11 @@ impl<M: LightningModule> Session<'_, M> {
         let _named = collective_scope("checkpoint");
         let requests = std::mem::take(&mut self.run.requests.checkpoints);
         let is_full = |request: &CheckpointRequest| !request.weights_only && request.link_to.is_none();
-        let by_parts = saves_parts(self.run);
-        let is_gathered = !by_parts && requests.iter().any(is_full);
+        let by_shards = saves_shards(self.run);
+        let is_gathered = !by_shards && requests.iter().any(is_full);
         let mut ranks = if is_gathered { gather_ranks(self)? } else { Vec::new() };
         let done = if self.run.world().is_global_zero() { self.flush_loggers() } else { Ok(()) };
-        let all_write = by_parts && requests.iter().any(|request| request.link_to.is_none());
+        let all_write = by_shards && requests.iter().any(|request| request.link_to.is_none());
         let path = requests.iter().find(|request| request.link_to.is_none()).map(|request| &request.path);
         let done = match path {
             Some(path) if all_write => agreed(self.run.world(), "save", path, done),
@@ -80,7 +80,7 @@ impl<M: LightningModule> Session<'_, M> {
     /// # Collective
     /// All ranks must call it.
     pub(crate) fn write_after_fit(&mut self, path: &Path, storage_options: Option<&Value>) -> Result<()> {
-        let mut ranks = if saves_parts(self.run) { Vec::new() } else { gather_ranks(self)? };
+        let mut ranks = if saves_shards(self.run) { Vec::new() } else { gather_ranks(self)? };
         write_state(self, path, (false, storage_options), &mut ranks)?;
         self.run.checkpoint_io.teardown()
     }
@@ -151,14 +151,14 @@ pub(crate) fn gather_ranks<M: LightningModule>(session: &Session<M>) -> Result<V
 /// ranks. Does nothing on a rank that has nothing to write.
 ///
 /// # Collective
-/// If ranks save their own parts.
+/// If ranks save their own shards.
 pub(crate) fn write<M: LightningModule>(
     session: &mut Session<M>,
     request: &CheckpointRequest,
     ranks: &mut Vec<RankState>,
 ) -> Result<()> {
     let is_global_zero = session.run.world().is_global_zero();
-    if !is_global_zero && (request.link_to.is_some() || !saves_parts(session.run)) {
+    if !is_global_zero && (request.link_to.is_some() || !saves_shards(session.run)) {
         return Ok(());
     }
     match &request.link_to {
@@ -177,7 +177,7 @@ pub(crate) fn write<M: LightningModule>(
 /// Writes the state of the run as it is now, or of its snapshot; of weights alone with `weights_only`.
 ///
 /// # Collective
-/// If ranks save their own parts.
+/// If ranks save their own shards.
 fn write_state<M: LightningModule>(
     session: &mut Session<M>,
     path: &Path,
@@ -185,7 +185,7 @@ fn write_state<M: LightningModule>(
     ranks: &mut Vec<RankState>,
 ) -> Result<()> {
     check_mesh(session.run, "device mesh", "saves a checkpoint")?;
-    let mut checkpoint = match saves_parts(session.run) {
+    let mut checkpoint = match saves_shards(session.run) {
         true => {
             let own = collect(session, weights_only);
             agreed(session.run.world(), "save", path, own)?
@@ -210,19 +210,19 @@ fn remove_replaced(run: &mut Run, request: &CheckpointRequest) -> Result<()> {
     request.then_remove.iter().filter(is_kept).try_for_each(|old| checkpoint_io.remove_checkpoint(old))
 }
 
-/// Writes a checkpoint of which this rank may have parts. Rank 0 writes one of weights alone that are whole.
+/// Writes a checkpoint of which this rank may have shards. Rank 0 writes one of weights alone that are not sharded.
 ///
 /// # Collective
-/// All ranks must call it, if it has parts or a training state.
+/// All ranks must call it, if it has shards or a training state.
 pub(crate) fn save(
     run: &mut Run,
     checkpoint: &Checkpoint,
     path: &Path,
     storage_options: Option<&Value>,
 ) -> Result<()> {
-    let group = run.world().group().filter(|_| saves_parts(run)).cloned();
-    match group.filter(|_| !checkpoint.parts.is_empty() || checkpoint.training.is_some()) {
-        Some(group) => run.checkpoint_io.save_parts(checkpoint, &group, path, storage_options),
+    let group = run.world().group().filter(|_| saves_shards(run)).cloned();
+    match group.filter(|_| !checkpoint.shards.is_empty() || checkpoint.training.is_some()) {
+        Some(group) => run.checkpoint_io.save_shards(checkpoint, &group, path, storage_options),
         None if run.world().is_global_zero() => {
             run.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
         }
@@ -230,7 +230,7 @@ pub(crate) fn save(
     }
 }
 
-/// Writes the weights and hyper-parameters of a module, of the names that pass the filter, tensor by tensor where they are divided among
+/// Writes the weights and hyper-parameters of a module, of the names that pass the filter, tensor by tensor where they are sharded among
 /// ranks.
 ///
 /// # Collective
@@ -250,8 +250,8 @@ pub(crate) fn save_weights<M: LightningModule>(
     let saved = checkpoint
         .and_then(|mut checkpoint| {
             checkpoint.keep(filter);
-            if !saves_parts(run) {
-                checkpoint.merge_parts()?;
+            if !saves_shards(run) {
+                checkpoint.merge_shards()?;
             }
             save(run, &checkpoint, path, storage_options)
         })

@@ -148,12 +148,12 @@ impl Plan {
         let epochs = rng.random_range(1..4) + usize::from(average == Average::Swa);
         let batches = rng.random_range(2..7);
         let batch = |rng: &mut StdRng| rng.random_range(0..epochs * batches);
-        let undivided = if ranks == 1 { "auto" } else { "ddp_find_unused_parameters_true" };
-        let divided = ["zero1", "zero2", "zero3", "deepspeed1", "deepspeed2", "deepspeed3"];
+        let unsharded = if ranks == 1 { "auto" } else { "ddp_find_unused_parameters_true" };
+        let sharded = ["zero1", "zero2", "zero3", "deepspeed1", "deepspeed2", "deepspeed3"];
         let mut plan = Self {
             accelerator,
             ranks,
-            strategy: if rng.random_range(0..3) == 0 { undivided } else { one(rng, divided) },
+            strategy: if rng.random_range(0..3) == 0 { unsharded } else { one(rng, sharded) },
             precision: one(
                 rng,
                 ["32-true", "32-true", "64-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed"],

@@ -1,4 +1,4 @@
-//! Whole tensors, such as gradients, from the ranks' shards, for optimizers that need whole parameters.
+//! Unsharded tensors, such as gradients, from the ranks' shards, for optimizers that need unsharded parameters.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -11,17 +11,17 @@ use super::unit_set::UnitSet;
 use crate::distributed::{ProcessGroup, Work, collective_scope};
 use crate::error::Result;
 use crate::nn::Parameter;
-use crate::optim::WholeParameters;
+use crate::optim::UnshardedParameters;
 
-/// Gathers one parameter at a time. One that a single rank has whole needs no communication.
+/// Unshards one parameter at a time. One whose elements a single rank has needs no communication.
 #[derive(Debug)]
-pub(super) struct Whole {
+pub(super) struct UnshardedParams {
     set: Arc<Mutex<UnitSet>>,
     /// Unit and index there, by the id of the sharded parameter.
     places: HashMap<u64, (usize, usize)>,
 }
 
-impl Whole {
+impl UnshardedParams {
     /// Of all units of `set`, which is `locked` now.
     pub fn of(set: &Arc<Mutex<UnitSet>>, locked: &UnitSet) -> Self {
         let mut places = HashMap::new();
@@ -45,7 +45,7 @@ impl Whole {
     }
 }
 
-impl WholeParameters for Whole {
+impl UnshardedParameters for UnshardedParams {
     fn shape(&self, shard: &Parameter) -> Option<Vec<i64>> {
         let (unit, index) = self.place_of(shard)?;
         Some(self.set().units[unit].layout.places[index].shape.clone())
@@ -71,7 +71,7 @@ impl WholeParameters for Whole {
         self.place_of(shard).is_some_and(|(unit, _)| self.set().units[unit].wants_master)
     }
 
-    fn gather(&self, shard: &Parameter, values: &Tensor) -> Result<Option<Tensor>> {
+    fn unshard(&self, shard: &Parameter, values: &Tensor) -> Result<Option<Tensor>> {
         let Some((unit, index)) = self.place_of(shard) else { return Ok(Some(values.shallow_clone())) };
         let set = self.set();
         let unit = &set.units[unit];
@@ -89,13 +89,13 @@ impl WholeParameters for Whole {
         if unit.range(index).is_empty() { Ok(None) } else { place.shaped(&all).map(Some) }
     }
 
-    fn shard_of(&self, shard: &Parameter, whole: &Tensor) -> Result<Tensor> {
+    fn shard_of(&self, shard: &Parameter, unsharded: &Tensor) -> Result<Tensor> {
         match self.place_of(shard) {
             Some((unit, index)) => {
                 let unit = &self.set().units[unit];
-                Ok(unit.param_shard_of(index, whole)?.f_to_device(unit.layout.storage)?)
+                Ok(unit.param_shard_of(index, unsharded)?.f_to_device(unit.layout.storage)?)
             }
-            None => Ok(whole.shallow_clone()),
+            None => Ok(unsharded.shallow_clone()),
         }
     }
 }
@@ -117,15 +117,15 @@ pub(super) fn from_shards(group: &ProcessGroup, ranges: &[Range<usize>], own: &T
         return Ok(Tensor::f_cat(&shards.collect::<Result<Vec<_>>>()?, 0)?);
     }
     // few ranks have elements: a shard for every rank would take much more memory than the parameter
-    let whole = Tensor::f_empty([numel as i64], options)?;
+    let unsharded = Tensor::f_empty([numel as i64], options)?;
     let mut works = Vec::new();
     for (rank, range) in ranges.iter().enumerate().filter(|(_, range)| !range.is_empty()) {
-        let shard = narrow(&whole, range.clone())?;
+        let shard = narrow(&unsharded, range.clone())?;
         if rank == group.rank() {
             shard.shallow_clone().f_copy_(own)?;
         }
         works.push(group.start_broadcast(&shard, rank)?);
     }
     works.into_iter().try_for_each(Work::wait)?;
-    Ok(whole)
+    Ok(unsharded)
 }

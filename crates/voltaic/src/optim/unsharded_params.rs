@@ -1,4 +1,4 @@
-//! Whole parameters, for optimizers that need them where ranks have shards.
+//! Unsharded parameters, for optimizers that need them where ranks have shards.
 
 use std::fmt::Debug;
 
@@ -7,10 +7,10 @@ use tch::Tensor;
 use crate::error::Result;
 use crate::nn::Parameter;
 
-/// Makes tensors whole of which each rank has a shard, as large as its shard of a parameter. A strategy that shards parameters gives it
-/// to optimizers ([`ParamGroupSpec::whole`](super::ParamGroupSpec::whole)).
-pub trait WholeParameters: Debug + Send + Sync {
-    /// The shape of the parameter that this is a shard of; `None` if it is whole.
+/// Unshards tensors of which each rank has a shard, as large as its shard of a parameter. A strategy that shards parameters gives it
+/// to optimizers ([`ParamGroupSpec::unsharded`](super::ParamGroupSpec::unsharded)).
+pub trait UnshardedParameters: Debug + Send + Sync {
+    /// The shape of the parameter that this is a shard of; `None` if it is none.
     fn shape(&self, shard: &Parameter) -> Option<Vec<i64>>;
 
     /// The unit of the strategy that this is in: those of a unit are updated together
@@ -19,8 +19,8 @@ pub trait WholeParameters: Debug + Send + Sync {
         0
     }
 
-    /// Says that tensors like this parameter will be gathered. A rank that has no shard of it gets an empty gradient from now on whenever
-    /// the parameter has one, so that all ranks know when to gather.
+    /// Says that tensors like this parameter will be unsharded. A rank that has no shard of it gets an empty gradient from now on whenever
+    /// the parameter has one, so that all ranks know when to unshard.
     fn claim(&self, shard: &Parameter);
 
     /// A tensor of bfloat16 or float16 with as many elements as `shard`, which is of float32, on its device: each update of `shard` writes
@@ -44,11 +44,11 @@ pub trait WholeParameters: Debug + Send + Sync {
     ///
     /// # Errors
     /// libtorch's; [`DistributedError`](crate::error::DistributedError) if a rank is gone or late.
-    fn gather(&self, shard: &Parameter, values: &Tensor) -> Result<Option<Tensor>>;
+    fn unshard(&self, shard: &Parameter, values: &Tensor) -> Result<Option<Tensor>>;
 
     /// This rank's shard of a tensor like the parameter that `shard` is a shard of.
     ///
     /// # Errors
     /// libtorch's.
-    fn shard_of(&self, shard: &Parameter, whole: &Tensor) -> Result<Tensor>;
+    fn shard_of(&self, shard: &Parameter, unsharded: &Tensor) -> Result<Tensor>;
 }

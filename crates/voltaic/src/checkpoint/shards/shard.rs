@@ -1,4 +1,4 @@
-//! A whole checkpoint as the folder of one that was divided among ranks.
+//! A checkpoint of one file as the folder of one that ranks share.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -7,12 +7,12 @@ use serde_json::Value;
 use tch::Tensor;
 
 use super::write::save_ranks;
-use crate::checkpoint::checkpoint::{Checkpoint, Part, RankState, TrainingState};
+use crate::checkpoint::checkpoint::{Checkpoint, RankState, Shard, TrainingState};
 use crate::checkpoint::chunk::ShardSpec;
 use crate::checkpoint::format::{cannot_hold, optimizer_name};
 use crate::error::Result;
 
-/// Writes a checkpoint as a folder, of which each of so many ranks has an equal part of every parameter that is trained and of its
+/// Writes a checkpoint as a folder, of which each of so many ranks has an equal shard of every parameter that is trained and of its
 /// states.
 ///
 /// # Errors
@@ -23,12 +23,12 @@ pub fn write_folder(checkpoint: &Checkpoint, path: &Path, ranks: usize) -> Resul
         let remedy = "write a file: --to=safetensors, or --to=voltaic";
         return Err(cannot_hold(
             module,
-            "it has no training state that ranks would divide".to_owned(),
+            "it has no training state that ranks would shard".to_owned(),
             remedy,
         ));
     };
     if !(1..=1 << 16).contains(&ranks) {
-        let what = format!("it cannot be divided among {ranks} ranks");
+        let what = format!("it cannot be sharded among {ranks} ranks");
         return Err(cannot_hold(module, what, "give the number of ranks with --partitions, at least 1"));
     }
     let (own, others) = local_states(training, ranks).ok_or_else(|| {
@@ -62,7 +62,7 @@ pub fn write_folder(checkpoint: &Checkpoint, path: &Path, ranks: usize) -> Resul
             Some(first) => all[0].tied.push((name.clone(), (*first).to_owned())),
             None if trained.contains(name.as_str()) => {
                 firsts.insert(tensor.data_ptr() as usize, name);
-                divide(&mut all, name.clone(), tensor)?;
+                shard(&mut all, name.clone(), tensor)?;
             }
             None => all[0].weights.push((name.clone(), tensor.shallow_clone())),
         }
@@ -75,7 +75,7 @@ pub fn write_folder(checkpoint: &Checkpoint, path: &Path, ranks: usize) -> Resul
                         state.optimizers[index].push((name.clone(), tensor.shallow_clone()));
                     }
                 }
-                _ => divide(&mut all, optimizer_name(index, name), tensor)?,
+                _ => shard(&mut all, optimizer_name(index, name), tensor)?,
             }
         }
     }
@@ -83,13 +83,13 @@ pub fn write_folder(checkpoint: &Checkpoint, path: &Path, ranks: usize) -> Resul
 }
 
 /// Gives each rank its range of the flattened tensor.
-fn divide(all: &mut [Checkpoint], name: String, tensor: &Tensor) -> Result<()> {
+fn shard(all: &mut [Checkpoint], name: String, tensor: &Tensor) -> Result<()> {
     let chunk = tensor.numel().div_ceil(all.len());
     for (rank, checkpoint) in all.iter_mut().enumerate() {
         let range = |at: usize| (at * chunk).min(tensor.numel());
-        let shard = ShardSpec::flat(&tensor.size(), range(rank)..range(rank + 1));
-        let values = shard.of(tensor)?;
-        checkpoint.parts.push(Part { name: name.clone(), shard, values });
+        let spec = ShardSpec::flat(&tensor.size(), range(rank)..range(rank + 1));
+        let values = spec.of(tensor)?;
+        checkpoint.shards.push(Shard { name: name.clone(), spec, values });
     }
     Ok(())
 }
