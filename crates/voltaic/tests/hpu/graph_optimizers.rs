@@ -293,8 +293,7 @@ fn a_replay_follows_its_optimizer_or_is_refused() {
             } else {
                 let error = replayed.unwrap_err();
                 let name = if own { "OwnSgd" } else { "AdamW" };
-                assert!(error.contains(&format!("optimizer 0 ({name})")), "{error}");
-                assert!(error.contains("capture again"), "{error}");
+                assert_contains!(&error, &format!("optimizer 0 ({name})"), "capture again");
             }
             let again = fit(own, change, false, true);
             assert_eq!(again, fit(own, change, true, false), "captured again, own {own}");

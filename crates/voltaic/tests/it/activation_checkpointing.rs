@@ -318,10 +318,7 @@ fn what_goes_wrong_is_said() {
     let net = Tower::new(Way::Blocks);
     let x = numbers(&[5, 6], 0.3);
     let error = net.call(&x).unwrap().sum(Kind::Float).f_backward().unwrap_err().to_string();
-    assert!(
-        error.contains("a checkpointed Block cannot be run again") && error.contains("ModuleHooks::within"),
-        "{error}"
-    );
+    assert_contains!(&error, "a checkpointed Block cannot be run again", "ModuleHooks::within");
 
     let fails = checkpoint_fn(&x.set_requires_grad(true), |x| {
         anyhow::ensure!(!is_recomputing(), "this time it fails");
@@ -331,10 +328,7 @@ fn what_goes_wrong_is_said() {
 
     let fewer = checkpoint_fn(&x, |x| Ok(if is_recomputing() { x.shallow_clone() } else { x.f_exp()? }));
     let error = fewer.unwrap().sum(Kind::Float).f_backward().unwrap_err().to_string();
-    assert!(
-        error.contains("saves 0 tensors, and its forward pass 1") && error.contains("do the same each time"),
-        "{error}"
-    );
+    assert_contains!(&error, "saves 0 tensors, and its forward pass 1", "do the same each time");
 
     let others =
         checkpoint_fn(&x, |x| Ok(if is_recomputing() { x.f_narrow(0, 0, 2)?.f_exp()? } else { x.f_exp()? }));

@@ -149,8 +149,7 @@ fn other_errors_and_batches_made_elsewhere_are_reported() {
         train: Box::new(|_, _, _| anyhow::bail!("no luck")),
         ..crate::probe::Probe::default()
     };
-    let error = trainer.scale_batch_size(&mut net, &mut loaders(), Stage::Fit, &config).unwrap_err();
-    assert!(error.to_string().contains("no luck"), "{error}");
+    assert_error!(trainer.scale_batch_size(&mut net, &mut loaders(), Stage::Fit, &config), "no luck");
     let x = Tensor::ones([4, 2], (Kind::Float, tch::Device::Cpu));
     let ready = DataLoader::new(TensorDataset::new(x).unwrap()).unbatched().build().unwrap();
     let mut net = crate::probe::Probe::default();

@@ -189,10 +189,7 @@ fn the_digits_that_ship_are_balanced_and_are_digits() {
 #[test]
 fn a_subset_is_not_the_published_set() {
     let error = message(Mnist::verify(shipped("digits")));
-    assert!(
-        error.contains("train-images-idx3-ubyte.gz: md5 is ") && error.contains("6bbc9ace898e44ae"),
-        "{error}"
-    );
+    assert_contains!(&error, "train-images-idx3-ubyte.gz: md5 is ", "6bbc9ace898e44ae");
     let files = MnistFiles::of(shipped("digits")).unwrap();
     assert!(!files.is_full());
     assert!(files.to_string().starts_with("a subset of MNIST: 12000 training and 2000 test images from "));

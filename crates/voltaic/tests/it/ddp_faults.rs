@@ -180,10 +180,7 @@ fn a_rank_killed_while_saving_leaves_the_checkpoint_before_which_others_go_on_fr
     let output = own_process("saving").env(FOLDER, folder.path()).output().unwrap();
     let text = text_of(&output);
     let shown = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(
-        shown.contains("launcher: rank 0 (process") && shown.contains("was killed by signal 9"),
-        "{shown}"
-    );
+    assert_contains!(&shown, "launcher: rank 0 (process", "was killed by signal 9");
     assert!(text.contains("there is epoch=0-step=6.ckpt") && text.contains(".tmp"), "{text}");
     let (_kept, expected, ..) = alone(2, 1);
     assert_same(&weights(folder.path()), &expected);

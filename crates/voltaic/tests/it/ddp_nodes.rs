@@ -165,8 +165,7 @@ fn one_of_several_processes_does_not_train_by_itself_unless_told() {
         let text = text_of(&command.output().unwrap());
         let expected =
             format!("auto: {name}: 2 ranks, but trainer.devices and trainer.num_nodes ask for one");
-        assert!(text.contains(&expected), "{text}");
-        assert!(text.contains("single_device: built"), "{text}");
+        assert_contains!(&text, &expected, "single_device: built");
     }
     let folder = TempDir::new().unwrap();
     let mut command = own_process("alone");

@@ -383,10 +383,7 @@ fn runs_of_deepspeed_go_on_in_voltaic() {
             _ => Vec::new(),
         };
         let text = convert(&fixtures().join(run), &own, &options);
-        assert!(
-            text.contains("voltaic's format") && text.contains("the training state, epoch 1, global_step 3"),
-            "{text}"
-        );
+        assert_contains!(&text, "voltaic's format", "the training state, epoch 1, global_step 3");
         assert_goes_on(&own, run, "from a file");
     }
     for (run, options) in

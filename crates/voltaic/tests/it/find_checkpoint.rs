@@ -339,10 +339,7 @@ data: {{class_path: MnistData, init_args: {{batch_size: 4, data_dir: {}}}}}
     for ckpt_path in ["--ckpt_path=last", "--ckpt_path=best"] {
         let (code, errors) = run(&["test", ckpt_path]);
         assert_eq!(code, 2, "{errors}");
-        assert!(
-            errors.contains("there is no checkpoint in ") && errors.contains("digits/*/checkpoints"),
-            "{errors}"
-        );
+        assert_contains!(&errors, "there is no checkpoint in ", "digits/*/checkpoints");
     }
     let (code, errors) = run(&["fit", "--ckpt_path=last"]);
     assert_eq!(code, 0, "{errors}");

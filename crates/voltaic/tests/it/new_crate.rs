@@ -28,8 +28,7 @@ fn a_new_crate_has_all_files_and_no_placeholder() {
         assert!(!text.contains("{{"), "{file}: {text}");
     }
     let manifest = fs::read_to_string(folder.path().join("my-net/Cargo.toml")).unwrap();
-    assert!(manifest.contains("name = \"my-net\""), "{manifest}");
-    assert!(manifest.contains(&format!("path = \"{}\"", env!("CARGO_MANIFEST_DIR"))), "{manifest}");
+    assert_contains!(&manifest, "name = \"my-net\"", &format!("path = \"{}\"", env!("CARGO_MANIFEST_DIR")));
     let ignored = fs::read_to_string(folder.path().join("my-net/.gitignore")).unwrap();
     assert!(ignored.lines().any(|line| line == "/lightning_logs"), "{ignored}");
     let config = fs::read_to_string(folder.path().join("my-net/.cargo/config.toml")).unwrap();
