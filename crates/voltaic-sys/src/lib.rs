@@ -302,7 +302,6 @@ unsafe extern "C" {
     pub fn vt_backend_device_count(device_type: i32, devices: *mut i32) -> *mut vt_error;
     pub fn vt_backend_synchronize(device_type: i32, device_index: i32) -> *mut vt_error;
     pub fn vt_backend_has_generators(device_type: i32, has_generators: *mut i32) -> *mut vt_error;
-    pub fn vt_backend_seed(device_type: i32, device_index: i32, seed: u64) -> *mut vt_error;
     pub fn vt_backend_memory(
         device_type: i32,
         device_index: i32,

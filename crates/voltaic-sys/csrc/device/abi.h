@@ -29,8 +29,6 @@ vt_error *vt_backend_device_count(int32_t device_type, int32_t *devices); // 0 i
 vt_error *vt_backend_synchronize(int32_t device_type, int32_t device_index);
 // 1 if libtorch can reach default generators of this device type.
 vt_error *vt_backend_has_generators(int32_t device_type, int32_t *has_generators);
-// Seeds the device's default generator alone.
-vt_error *vt_backend_seed(int32_t device_type, int32_t device_index, uint64_t seed);
 
 typedef struct {
   uint64_t total, free; // bytes of the device, all processes together

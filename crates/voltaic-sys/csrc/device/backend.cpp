@@ -3,8 +3,6 @@
 #include "error.h"
 #include "hpu/hpu.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -42,15 +40,6 @@ vt_error *vt_backend_has_generators(int32_t device_type, int32_t *has_generators
     const bool is_loaded = type == c10::DeviceType::CPU || c10::impl::hasDeviceGuardImpl(type);
     const bool is_reachable = type != c10::DeviceType::HPU || voltaic::hpu::has_generators();
     *has_generators = is_loaded && is_reachable ? 1 : 0;
-  });
-}
-
-vt_error *vt_backend_seed(int32_t device_type, int32_t device_index, uint64_t seed) {
-  return voltaic::guard([&] {
-    const c10::Device device(static_cast<c10::DeviceType>(device_type), static_cast<c10::DeviceIndex>(device_index));
-    at::Generator generator = at::globalContext().defaultGenerator(device);
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    generator.set_current_seed(seed);
   });
 }
 

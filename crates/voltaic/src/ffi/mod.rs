@@ -38,7 +38,7 @@ pub(crate) use check::panic_text;
 pub use device::allocator::{host_pool, hpu_pool, install_host_pool};
 pub use device::backend::{
     BackendMemory, backend_device_count, backend_is_loaded, backend_memory, has_generator, load_library,
-    reset_backend_peak, seed_device, set_environment, synchronize,
+    reset_backend_peak, set_environment, synchronize,
 };
 pub use device::hlml::{Hlml, HlmlCard};
 pub(crate) use device::host_memory::memory_limits;

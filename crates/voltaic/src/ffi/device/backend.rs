@@ -78,16 +78,6 @@ pub fn has_generator(device: Device) -> Result<bool, TorchError> {
     Ok(has_generators != 0)
 }
 
-/// Seeds the default generator of one device.
-///
-/// # Errors
-/// libtorch's, if the back end has no generators.
-pub fn seed_device(device: Device, seed: u64) -> Result<(), TorchError> {
-    let (device_type, index) = device.numbers();
-    // SAFETY: plain numbers; the shim looks the back end up.
-    check("manual_seed", unsafe { sys::vt_backend_seed(device_type, index, seed) })
-}
-
 /// What a back end's own allocator measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BackendMemory {
