@@ -60,7 +60,6 @@ mod state_dict;
 pub mod te;
 mod tensor_tuple;
 mod tree;
-mod unit_grads;
 mod unshard;
 
 pub use buffer::Buffer;
@@ -128,6 +127,5 @@ pub use tree::name_parameters;
 pub(crate) use tree::{
     check_tied, frozen_parameters, load_state_dict_each, refuse_kept, state_dict_of, tied_names,
 };
-pub use unit_grads::UnitGrads;
 pub(crate) use unshard::UnshardWatch;
 pub use unshard::take_unshard_failure;

@@ -57,8 +57,8 @@ pub trait Strategy: fmt::Debug + Send {
 
     /// Called when the module is on its device, before its optimizers are made: all ranks start from rank 0's values. `calls`
     /// are the hooks of the calls of modules that are active in the steps of the run; those that the strategy registers stay
-    /// until it removes them, such as in [`Strategy::teardown`]. [`UnitGrads`](crate::nn::UnitGrads) calls back when the gradients of
-    /// a part of the module are complete.
+    /// until it removes them, such as in [`Strategy::teardown`]. A [`GradHook`](crate::ffi::GradHook) of a
+    /// parameter's leaf is called when its gradient is complete.
     ///
     /// # Errors
     /// [`DistributedError`](crate::error::DistributedError) if the modules of the ranks differ or a rank is gone.

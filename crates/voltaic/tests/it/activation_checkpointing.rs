@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
-use voltaic::ffi::{manual_seed, rng_state};
+use voltaic::ffi::{GradHook, manual_seed, rng_state};
 use voltaic::models::{Gpt, GptConfig};
 use voltaic::module::LightningModule;
 use voltaic::nn::{
     BatchNorm2d, Callable, CheckpointPolicy, CheckpointStats, Conv2d, Dropout, Forward, Gelu, LayerNorm,
-    Linear, ModuleExt, ModuleHooks, UnitGrads, checkpoint, checkpoint_fn, checkpoint_with, is_recomputing,
+    Linear, ModuleExt, ModuleHooks, checkpoint, checkpoint_fn, checkpoint_with, is_recomputing,
 };
 use voltaic::optim::AdamW;
 use voltaic::trainer::{
@@ -269,18 +269,20 @@ fn batches_count_once_for_running_statistics() {
 }
 
 #[test]
-fn gradients_of_a_unit_are_complete_once() {
+fn a_gradient_is_complete_once() {
     let _seeded = seeded(1);
     let net = Tower::new(Way::Nested);
-    let told = Arc::new(AtomicUsize::new(0));
-    let own = told.clone();
-    let _unit = UnitGrads::register(net.parameters(), move |missing| {
-        assert_eq!(missing.len(), 0);
-        own.fetch_add(1, Ordering::Relaxed);
-        Ok(())
-    });
-    found(&net, &numbers(&[5, 6], 0.3));
-    assert_eq!(told.load(Ordering::Relaxed), 3);
+    for parameter in net.parameters() {
+        let told = Arc::new(AtomicUsize::new(0));
+        let own = told.clone();
+        let count = move || {
+            own.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        };
+        let _hook = GradHook::register(parameter.leaf(), count).unwrap();
+        found(&net, &numbers(&[5, 6], 0.3));
+        assert_eq!(told.load(Ordering::Relaxed), 3);
+    }
 }
 
 #[test]

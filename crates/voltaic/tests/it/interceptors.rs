@@ -4,11 +4,11 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 
-use voltaic::ffi::{at_backward_end, autograd_function, tensor_hook};
+use voltaic::ffi::{GradHook, at_backward_end, autograd_function, tensor_hook};
 use voltaic::graph::{ModuleCacher, make_graphed_callables};
 use voltaic::nn::{
     CallInterceptor, Callable, Dropout, Forward, InterceptorHandle, InterceptorLevel, Linear, Module,
-    ModuleExt, ModuleHooks, MultiheadAttention, Next, Sequential, UnitGrads, intercept_calls,
+    ModuleExt, ModuleHooks, MultiheadAttention, Next, Parameter, Sequential, intercept_calls,
 };
 use voltaic::precision::autocast;
 use voltaic::{Device, Kind, Tensor};
@@ -266,19 +266,23 @@ fn a_backward_pass_within_another_does_not_end_it() {
 }
 
 #[test]
-fn a_unit_is_complete_once_though_a_part_of_it_is_recomputed() {
+fn a_gradient_is_complete_once_though_a_part_of_the_module_is_recomputed() {
     let net = tower();
     for way in WAYS {
         let _handle = intercept_calls(Rc::new(Checkpoint::new(way, is_block)));
-        let told = Arc::new(Mutex::new(Vec::new()));
-        let own = told.clone();
-        let unit = UnitGrads::register(net.parameters(), move |missing| {
-            own.lock().unwrap().push(missing.len());
-            Ok(())
-        });
+        let told = Arc::new(Mutex::new(vec![0; net.parameters().len()]));
+        let hook = |(index, parameter): (usize, Parameter)| {
+            let told = told.clone();
+            let count = move || {
+                told.lock().unwrap()[index] += 1;
+                Ok(())
+            };
+            GradHook::register(parameter.leaf(), count).unwrap()
+        };
+        let hooks: Vec<_> = net.parameters().into_iter().enumerate().map(hook).collect();
         gradients(&net, &ModuleHooks::new(), 2);
-        drop(unit);
-        assert_eq!(*told.lock().unwrap(), [0, 0], "{way:?}");
+        drop(hooks);
+        assert!(told.lock().unwrap().iter().all(|times| *times == 2), "{way:?}: {told:?}");
     }
 }
 

@@ -149,5 +149,4 @@ mod trainer_errors;
 mod trainer_files;
 mod trainer_precision;
 mod trainer_rules;
-mod unit_grads;
 mod unshard;
