@@ -40,13 +40,9 @@ struct ClassPath {
 }
 
 impl ClassPath {
-    /// The class named, without the module path of PyTorch or DeepSpeed.
+    /// The class named, without the modules before it.
     fn class(&self) -> &str {
-        let class = self.class_path.strip_prefix("torch.optim.").unwrap_or(&self.class_path);
-        let class = class.strip_prefix("deepspeed.runtime.lr_schedules.").unwrap_or(class);
-        let class = class.strip_prefix("deepspeed.runtime.zero.muon.muon_optimizer.").unwrap_or(class);
-        let class = class.strip_prefix("lr_scheduler.").unwrap_or(class);
-        class.strip_prefix("swa_utils.").unwrap_or(class)
+        self.class_path.rsplit('.').next().unwrap_or(&self.class_path)
     }
 
     fn args<T: DeserializeOwned>(self) -> Result<T, String> {
