@@ -225,25 +225,7 @@ impl Optimizer for OwnSgd {
         Ok(())
     }
 
-    fn zero_grad(&mut self) -> voltaic::Result<()> {
-        self.0.zero_grad()
-    }
-
-    fn param_groups(&self) -> &[ParamGroup] {
-        self.0.param_groups()
-    }
-
-    fn param_groups_mut(&mut self) -> &mut [ParamGroup] {
-        self.0.param_groups_mut()
-    }
-
-    fn state_dict(&self) -> OptimizerState {
-        self.0.state_dict()
-    }
-
-    fn load_state_dict(&mut self, state: OptimizerState) -> voltaic::Result<()> {
-        self.0.load_state_dict(state)
-    }
+    as_in!(0);
 }
 
 /// Builds one.

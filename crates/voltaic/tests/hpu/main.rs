@@ -3,6 +3,9 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
 #[macro_use]
+#[path = "../support/wrapped_optimizer.rs"]
+mod wrapped_optimizer;
+#[macro_use]
 #[path = "../support/assert_error.rs"]
 mod assert_error;
 #[macro_use]

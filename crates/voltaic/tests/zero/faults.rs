@@ -11,9 +11,7 @@ use voltaic::checkpoint::Checkpoint;
 use voltaic::distributed::{ProcessGroup, ReduceOp, World, collective_scope};
 use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::nn::{Forward, ModuleCall};
-use voltaic::optim::{
-    AdamW, BuildOptimizer, GradientClip, Optimizer, OptimizerState, Optimizers, ParamGroup, ParamGroupSpec,
-};
+use voltaic::optim::{AdamW, BuildOptimizer, GradientClip, Optimizer, Optimizers, ParamGroupSpec};
 use voltaic::strategy::{BuildStrategy, Strategy, Zero, ZeroConfig, ZeroStage};
 use voltaic::{Result, Tensor};
 
@@ -150,25 +148,7 @@ impl Optimizer for Stepped {
         Ok(())
     }
 
-    fn zero_grad(&mut self) -> Result<()> {
-        self.0.zero_grad()
-    }
-
-    fn param_groups(&self) -> &[ParamGroup] {
-        self.0.param_groups()
-    }
-
-    fn param_groups_mut(&mut self) -> &mut [ParamGroup] {
-        self.0.param_groups_mut()
-    }
-
-    fn state_dict(&self) -> OptimizerState {
-        self.0.state_dict()
-    }
-
-    fn load_state_dict(&mut self, state: OptimizerState) -> Result<()> {
-        self.0.load_state_dict(state)
-    }
+    as_in!(0);
 }
 
 /// Faults between the parts of a step, and in saving.

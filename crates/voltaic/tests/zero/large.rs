@@ -11,21 +11,12 @@ const LIMIT: usize = 24 << 20;
 
 /// Trains on four emulated cards.
 fn fit(strategy: &[&str], folder: &Path) -> Output {
+    let fit = "fit --model=Gpt --model.vocab_size=128 --model.block_size=16 --model.n_layer=10 --model.n_head=2 \
+        --model.n_embd=128 --data=ShakespeareData --data.context_length=16 --data.batch_size=1 --optimizer=AdamW \
+        --trainer.accelerator=hpu --trainer.devices=4 --trainer.max_steps=3 --trainer.limit_val_batches=1 \
+        --trainer.enable_progress_bar=false";
     Command::new(env!("CARGO_BIN_EXE_voltaic"))
-        .args(["fit", "--model=Gpt", "--model.vocab_size=128", "--model.block_size=16", "--model.n_layer=10"])
-        .args([
-            "--model.n_head=2",
-            "--model.n_embd=128",
-            "--data=ShakespeareData",
-            "--data.context_length=16",
-        ])
-        .args([
-            "--data.batch_size=1",
-            "--trainer.accelerator=hpu",
-            "--trainer.devices=4",
-            "--trainer.max_steps=3",
-        ])
-        .args(["--trainer.limit_val_batches=1", "--trainer.enable_progress_bar=false", "--optimizer=AdamW"])
+        .args(fit.split_whitespace())
         .args(strategy)
         .env("VOLTAIC_HPU_MEMORY", LIMIT.to_string())
         .env("OMP_NUM_THREADS", "1")

@@ -5,9 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use voltaic::distributed::ProcessGroup;
 use voltaic::nn::{ModuleExt, Parameter};
-use voltaic::optim::{
-    AdamW, BuildOptimizer, Optimizer, OptimizerState, Optimizers, ParamGroup, ParamGroupSpec,
-};
+use voltaic::optim::{AdamW, BuildOptimizer, Optimizer, Optimizers, ParamGroupSpec};
 use voltaic::strategy::{Strategy, Zero, ZeroConfig, ZeroStage};
 use voltaic::trainer::TrainerBuilder;
 use voltaic::{Module, Result, Tensor};
@@ -18,7 +16,7 @@ use crate::ranks::{assert_same, silent, weights};
 
 const STAGES: [ZeroStage; 3] = [ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
 
-/// A stage with units of a parameter or two; in stage 3 those of more than so many elements are divided.
+/// A stage with units of a parameter or two; in stage 3 those of more than so many elements are sharded.
 fn staged(ranks: usize, stage: ZeroStage, folder: &Path, threshold: usize) -> TrainerBuilder {
     silent(ranks, "zero1", folder).strategy(move |world| {
         let config = ZeroConfig {
@@ -122,25 +120,7 @@ impl Optimizer for Noting {
         self.inner.step_unit(unit)
     }
 
-    fn zero_grad(&mut self) -> Result<()> {
-        self.inner.zero_grad()
-    }
-
-    fn param_groups(&self) -> &[ParamGroup] {
-        self.inner.param_groups()
-    }
-
-    fn param_groups_mut(&mut self) -> &mut [ParamGroup] {
-        self.inner.param_groups_mut()
-    }
-
-    fn state_dict(&self) -> OptimizerState {
-        self.inner.state_dict()
-    }
-
-    fn load_state_dict(&mut self, state: OptimizerState) -> Result<()> {
-        self.inner.load_state_dict(state)
-    }
+    as_in!(inner);
 }
 
 /// What updates were like in a run of six steps, and its weights.
@@ -163,7 +143,7 @@ fn overlap(ranks: usize, folder: &Path) {
         assert_same(&what, &own, &expected);
         let steps: Vec<&[Update]> = updates.chunk_by(|last, next| last.unit < next.unit).collect();
         assert_eq!(steps.len(), 6, "{what}: {updates:?}");
-        // in the order of their updates; each but those that are divided travels when it has been updated
+        // in the order of their updates; each but those that are sharded travels when it has been updated
         let is_whole = [3, 99, 33, 165].map(|numel| stage != ZeroStage::Three || numel <= threshold);
         let whole_before = |unit: usize| is_whole[..unit].iter().filter(|is_whole| **is_whole).count();
         for step in steps {
