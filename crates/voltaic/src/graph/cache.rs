@@ -19,6 +19,7 @@ use crate::device::Device;
 use crate::error::{Error, GraphError, Problem, Result};
 use crate::ffi;
 use crate::nn::{ModeNumbers, Module, ModuleExt, ModuleKind, is_in_segment};
+use crate::precision::fp8::{Measured, share_amaxes};
 
 /// Pads one dimension of the inputs with zeros up to the next of a few sizes, so that few shapes need a graph. Outputs
 /// are cut back along the same dimension. For modules that treat the entries of the dimension apart from each other,
@@ -126,6 +127,8 @@ struct Key {
 struct Entry {
     key: Key,
     call: CapturedCall,
+    /// Layers whose largest magnitudes ranks share after a call.
+    measured: Measured,
     /// A second capture was the same.
     is_checked: bool,
 }
@@ -145,6 +148,8 @@ pub(crate) struct GraphCache {
     stats: CacheStats,
     /// It was said that there is no room.
     is_full: bool,
+    /// A second capture differed from the first one, and a later call is captured anew. The next difference is one too many.
+    began_again: bool,
     pub(crate) refusal: Option<String>,
 }
 
@@ -163,6 +168,7 @@ impl GraphCache {
             last_sizes: Vec::new(),
             stats,
             is_full: false,
+            began_again: false,
             refusal: None,
         }
     }
@@ -176,7 +182,7 @@ impl GraphCache {
     }
 
     pub(crate) fn clear(&mut self) {
-        self.graphs.clear();
+        self.graphs.drain(..).for_each(|entry| entry.call.leave_to_backward());
         self.params = None;
     }
 
@@ -296,6 +302,7 @@ impl GraphCache {
     fn replay(&mut self, key: &Key, inputs: &[Tensor]) -> Result<Option<Vec<Tensor>>> {
         let is_free = |entry: &Entry| entry.key == *key && !entry.call.is_busy();
         let Some(index) = self.graphs.iter().position(is_free) else { return Ok(None) };
+        share_amaxes()?;
         let outputs = match self.graphs[index].call.replay(inputs) {
             Ok(outputs) => outputs,
             Err(Error::Graph(GraphError::TensorGone { .. })) => {
@@ -308,6 +315,7 @@ impl GraphCache {
             }
             Err(error) => return Err(error),
         };
+        self.graphs[index].measured.note();
         self.stats.hits += 1;
         metrics::count_hit();
         self.note_sizes(key);
@@ -326,8 +334,11 @@ impl GraphCache {
             options if options.captures_grad => Outputs::Copied,
             _ => Outputs::Shared,
         };
-        let (captured, results) =
-            CapturedCall::capture(module, inputs, key.with_grad, (outputs, self.passes), call)?;
+        share_amaxes()?;
+        let (captured, measured) = Measured::by(|| {
+            CapturedCall::capture(module, inputs, key.with_grad, (outputs, self.passes), call)
+        });
+        let (captured, results) = captured?;
         self.stats.misses += 1;
         metrics::count_miss();
         self.count_recompilation(&key);
@@ -336,7 +347,7 @@ impl GraphCache {
                 self.note_sizes(&key);
                 // of a sort that was checked before, there are several: their backward passes were still to come
                 let is_checked = self.graphs.iter().any(|entry| entry.key == key);
-                self.graphs.push(Entry { key, call, is_checked });
+                self.graphs.push(Entry { key, call, measured, is_checked });
             }
             Err(Error::Graph(error)) => self.refuse(&error)?,
             Err(error) => return Err(error.into()),
@@ -358,6 +369,12 @@ impl GraphCache {
         self.note_sizes(key);
         match checked {
             Ok(()) => self.graphs[index].is_checked = true,
+            // the first call may make what later ones find, as largest magnitudes that scales of float8 are made of
+            Err(Error::Graph(GraphError::NotStatic { .. }))
+                if !std::mem::replace(&mut self.began_again, true) =>
+            {
+                self.graphs.remove(index).call.leave_to_backward();
+            }
             Err(Error::Graph(error)) => self.refuse(&error)?,
             Err(error) => return Err(error.into()),
         }

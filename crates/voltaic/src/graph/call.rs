@@ -17,7 +17,7 @@ use super::recordings::{Recordings, check_same, named_tensors};
 use crate::device::Device;
 use crate::error::{Error, GraphError, Problem, Result};
 use crate::ffi::{self, ReplayStats};
-use crate::nn::{Module, ModuleExt, refuse_kept};
+use crate::nn::{Module, ModuleExt, refuse_kept, te};
 
 /// A captured call. Its inputs lie at fixed places, and so do its outputs unless they are given away; each replay
 /// overwrites these places.
@@ -193,7 +193,7 @@ impl CapturedCall {
     }
 
     /// Ends the use of the graph, but for the backward pass of the call that was captured.
-    fn leave_to_backward(self) {
+    pub(super) fn leave_to_backward(self) {
         if let Some(backward) = &self.backward {
             backward.lock().forward = Some((self.forward, self.inputs));
         }
@@ -338,11 +338,11 @@ impl RecordedBackward {
         let device = Device::of(&outputs[0])?;
         let (was_casting, dtype) = ffi::autocast_state(device)?;
         ffi::set_autocast_state(device, false, dtype)?; // backward runs outside autocast
-        let captured = (|| -> Result<(Vec<Option<Tensor>>, Recordings)> {
+        let captured = te::not_counted(module, device, || {
             let capture = Capture::begin()?;
             let grads = ffi::autograd_grad(&outputs, &grad_outputs, &leaves)?;
             Ok((grads, capture.end()?))
-        })();
+        });
         ffi::set_autocast_state(device, was_casting, dtype)?;
         let (grad_inputs, step) = captured?;
         Ok(Self { step, is_output_trained: trained(results), grad_outputs, grad_inputs })

@@ -6,6 +6,8 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
+use crate::accelerator::rng;
+use crate::device::Device;
 use crate::error::Result;
 use crate::nn::calls::reach::unwrapped;
 use crate::nn::compute::Compute;
@@ -210,6 +212,26 @@ pub(crate) fn keep_measured<T>(module: &dyn Module, restore: impl FnOnce() -> Re
     let restored = restore()?;
     measured.iter().for_each(|(measured, meta)| meta.set_measured(*measured));
     Ok(restored)
+}
+
+/// Runs a backward pass on zeros, which is captured but no pass of a step: scales, histories and random numbers are then as before.
+pub(crate) fn not_counted<T>(
+    module: &dyn Module,
+    device: Device,
+    run: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    let layers = fp8_layers(module);
+    if layers.is_empty() {
+        return run();
+    }
+    let states = layers.iter().map(|(_, meta)| meta.state()).collect::<Result<Vec<_>>>()?;
+    let random = rng::states(device)?;
+    let done = run()?;
+    keep_measured(module, || {
+        layers.iter().zip(&states).try_for_each(|((_, meta), state)| meta.load_state(state))
+    })?;
+    rng::set_states(&random)?;
+    Ok(done)
 }
 
 /// The layers that compute in float8 within a region, by fqn, with their scales.

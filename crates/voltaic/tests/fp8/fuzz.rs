@@ -11,7 +11,7 @@ use tch::Tensor;
 use voltaic::Module;
 use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::functional::mse_loss;
-use voltaic::nn::{Callable, Linear, ModuleExt, te};
+use voltaic::nn::{Callable, Forward, Linear, ModuleExt, te};
 use voltaic::optim::{AdamW, Optimizers};
 use voltaic::precision::HpuPrecisionPlugin;
 use voltaic::precision::fp8::{
@@ -126,10 +126,8 @@ impl Net {
     }
 }
 
-impl LightningModule for Net {
-    type Batch = Batch;
-
-    fn training_step(&self, (x, y): &Batch, _: &mut StepContext) -> anyhow::Result<Tensor> {
+impl Forward for Net {
+    fn forward(&self, x: &Tensor) -> anyhow::Result<Tensor> {
         let mut x = x.shallow_clone();
         for layer in &self.te {
             x = layer.call(&x)?.tanh();
@@ -141,7 +139,15 @@ impl LightningModule for Net {
             let heads = x.view([1, 1, -1, x.size()[1]]);
             x = attention.attend(&heads, &heads, &heads, None, true)?.view_as(&x);
         }
-        Ok(mse_loss(&self.last.call(&x)?, y)?)
+        self.last.call(&x)
+    }
+}
+
+impl LightningModule for Net {
+    type Batch = Batch;
+
+    fn training_step(&self, (x, y): &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
+        Ok(mse_loss(&ctx.graphed(self, x)?, y)?)
     }
 
     fn configure_optimizers(&self) -> anyhow::Result<Optimizers> {
@@ -213,6 +219,13 @@ fn run(plan: &Plan, ranks: usize, folder: &Path, how: &How) -> Result<Vec<(Strin
     let mut net = Net::new(plan);
     let samples = (ranks * plan.batches * 4) as i64;
     trainer.fit(&mut net, &mut loaders((samples, 4), None)).map_err(|error| format!("{error:#}"))?;
+    // what goes to the host is no part of a graph
+    let is_offloaded = how.checkpoints && matches!(plan.activations, Activations::Offload);
+    let graphs = &trainer.graph_report().modules;
+    let idle = graphs.iter().find(|(_, stats)| stats.hits == 0 && stats.num_calls() > 4 && !is_offloaded);
+    if let Some((name, stats)) = idle {
+        return Err(format!("{name} is not replayed: {stats}"));
+    }
     let mut left = left_by(&net);
     if plan.has_interval() || !how.graph {
         return Ok(left);

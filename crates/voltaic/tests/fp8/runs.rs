@@ -50,13 +50,19 @@ impl Net {
         net
     }
 
-    fn loss(&self, (x, y): &Batch) -> anyhow::Result<Tensor> {
+    fn loss(&self, (x, y): &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
         let _fp8 = match self.enters {
             true => Some(fp8_autocast(true, Some(hybrid().into()))?),
             false => None,
         };
-        let out = self.second.call(&self.first.call(x)?.f_relu()?)?;
+        let out = ctx.graphed(self, x)?;
         Ok(mse_loss(&out.f_to_kind(Kind::Float)?, y)?)
+    }
+}
+
+impl Forward for Net {
+    fn forward(&self, x: &Tensor) -> anyhow::Result<Tensor> {
+        self.second.call(&self.first.call(x)?.f_relu()?)
     }
 }
 
@@ -64,13 +70,14 @@ impl LightningModule for Net {
     type Batch = Batch;
 
     fn training_step(&self, batch: &Batch, ctx: &mut StepContext) -> anyhow::Result<Tensor> {
-        let loss = self.loss(batch)?;
+        let loss = self.loss(batch, ctx)?;
         ctx.log("train_loss", &loss);
         Ok(loss)
     }
 
     fn validation_step(&self, batch: &Batch, ctx: &mut StepContext) -> anyhow::Result<()> {
-        ctx.log("val_loss", self.loss(batch)?);
+        let loss = self.loss(batch, ctx)?;
+        ctx.log("val_loss", loss);
         Ok(())
     }
 

@@ -4,14 +4,14 @@ use std::path::{Path, PathBuf};
 
 use tch::Tensor;
 use voltaic::precision::fp8::DelayedScaling;
-use voltaic::trainer::TrainerBuilder;
+use voltaic::trainer::{GraphMode, TrainerBuilder};
 
 use crate::compare::assert_within;
 use crate::operators::start_hpu;
 use crate::ranks::{assert_same, folder_of_rank, output, silent, sorted_file};
-use crate::runs::{Net, left_by, loaders, plugin};
+use crate::runs::{Net, left_by, loaders, no_counts, plugin};
 
-/// Three steps; what rank 0 has goes to `to`, too.
+/// What a run leaves; what rank 0 has goes to `to`, too.
 fn trained(
     builder: TrainerBuilder,
     batch: usize,
@@ -19,7 +19,7 @@ fn trained(
     to: Option<PathBuf>,
 ) -> Vec<(String, Tensor)> {
     let mut net = Net::new(false);
-    let builder = builder.accelerator("hpu").max_steps(3).plugins([plugin(recipe, false)]);
+    let builder = builder.accelerator("hpu").plugins([plugin(recipe, false)]);
     let mut trainer = builder.build().unwrap();
     trainer.fit(&mut net, &mut loaders(24, batch)).unwrap();
     let left = left_by(&net);
@@ -45,13 +45,18 @@ fn check(ranks: usize, folder: &Path) {
     start_hpu();
     let on_ranks = |strategy: &str, reduces: bool, name: &str| {
         let to = folder.join(format!("{name}.safetensors"));
-        trained(silent(ranks, strategy, folder), 4, recipe(reduces), Some(to))
+        trained(silent(ranks, strategy, folder).max_steps(3), 4, recipe(reduces), Some(to))
     };
     let ddp = on_ranks("ddp", true, "ddp");
     for stage in ["zero1", "zero2", "zero3"] {
         assert_same(stage, &on_ranks(stage, true, stage), &ddp);
     }
     on_ranks("ddp", false, "local");
+    // of eight steps four are replayed
+    let long = |graph| {
+        trained(silent(ranks, "ddp", folder).max_epochs(3).max_steps(8).graph(graph), 4, recipe(true), None)
+    };
+    assert_same("graphs", &no_counts(long(GraphMode::Modules)), &no_counts(long(GraphMode::Off)));
 }
 
 #[test]
@@ -67,7 +72,7 @@ fn ranks_have_the_scales_of_one_process() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let [ddp, local] =
         ["ddp", "local"].map(|name| sorted_file(&folder.path().join(format!("{name}.safetensors"))));
-    let mut alone = trained(crate::silent::silent().devices(1), 4 * RANKS, recipe(true), None);
+    let mut alone = trained(crate::silent::silent().devices(1).max_steps(3), 4 * RANKS, recipe(true), None);
     alone.sort_by(|(a, _), (b, _)| a.cmp(b));
     // the mean over a part of the batch has gradients that are larger by the number of ranks
     let expected = of(&alone, true).into_iter().map(|(name, scale)| {

@@ -75,6 +75,25 @@ fn numbers_of_the_host_that_change_are_found_out() {
     }
 }
 
+#[test]
+fn graphs_that_are_given_up_are_there_for_backward_passes_to_come() {
+    let _rng = start();
+    let inputs: Vec<Tensor> = (0..5).map(|_| rand(&[3, 4])).collect();
+    let run = |net: &dyn Forward| {
+        // the second call differs from the first one, and the fourth from the third, before any backward pass
+        let losses = inputs.iter().map(|input| net.forward(input).unwrap().square().sum(Kind::Float));
+        let losses: Vec<Tensor> = losses.collect();
+        let others: Vec<Tensor> = (0..50).map(|_| rand(&[3, 8]) * f64::NAN).collect();
+        losses.iter().for_each(Tensor::backward);
+        drop(others);
+        let module: &dyn Module = net;
+        module.parameters().iter().map(|parameter| bits(&parameter.grad())).collect::<Vec<_>>()
+    };
+    let cached = ModuleCacher::new(4).wrap(Counts::new(0, 9));
+    assert_eq!(run(&Counts::new(0, 9)), run(&cached));
+    assert!(cached.refusal().is_some_and(|why| why.contains("not static")));
+}
+
 /// Goes one of two ways from call to call, or by what its input holds.
 #[derive(Module)]
 struct Branches {

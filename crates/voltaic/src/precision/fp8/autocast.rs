@@ -197,11 +197,10 @@ fn manual_measurement() -> Option<bool> {
 }
 
 /// A layer has measured what ranks share.
-fn note_measured(meta: &Arc<Fp8Meta>) {
+fn note_measured(meta: &Weak<Fp8Meta>) {
     MEASURED.with_borrow_mut(|measured| {
-        let meta = Arc::downgrade(meta);
-        if !measured.iter().any(|known| Weak::ptr_eq(known, &meta)) {
-            measured.push(meta);
+        if !measured.iter().any(|known| Weak::ptr_eq(known, meta)) {
+            measured.push(meta.clone());
         }
     });
 }
@@ -215,6 +214,37 @@ pub(crate) fn note_replayed() {
     });
 }
 
+/// The layers of a captured forward pass that have measured what ranks share, in the order of their calls. Replays of it measure, too.
+#[derive(Debug, Default)]
+pub(crate) struct Measured(Vec<Weak<Fp8Meta>>);
+
+impl Measured {
+    /// Those of `pass`.
+    pub(crate) fn by<T>(pass: impl FnOnce() -> T) -> (T, Self) {
+        let before = MEASURED.take();
+        let done = pass();
+        let own = Self(MEASURED.replace(before));
+        own.note();
+        (done, own)
+    }
+
+    /// They have measured.
+    pub(crate) fn note(&self) {
+        self.0.iter().for_each(note_measured);
+    }
+}
+
+/// The first call in the outermost region shares largest magnitudes, if the region has ranks.
+///
+/// # Collective
+/// As [`reduce_amaxes`].
+pub(crate) fn share_amaxes() -> Result<()> {
+    if !is_fp8_enabled() || !IS_FRESH.replace(false) {
+        return Ok(());
+    }
+    region().and_then(|region| region.group).map_or(Ok(()), |group| reduce_amaxes(&group))
+}
+
 /// A forward pass of a layer begins in a region with a recipe that has scales from earlier steps. The first one in the outermost region
 /// shares largest magnitudes.
 ///
@@ -226,14 +256,10 @@ pub(crate) fn begin_forward(
     device: Device,
     with_grad: bool,
 ) -> Result<Forward> {
-    if IS_FRESH.replace(false)
-        && let Some(group) = region().and_then(|region| region.group)
-    {
-        reduce_amaxes(&group)?;
-    }
+    share_amaxes()?;
     let forward = meta.begin_forward(recipe, device, with_grad, manual_measurement())?;
     if forward.measures && recipe.reduce_amax {
-        note_measured(meta);
+        note_measured(&Arc::downgrade(meta));
     }
     Ok(forward)
 }

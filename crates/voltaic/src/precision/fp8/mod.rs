@@ -13,7 +13,8 @@ mod window;
 
 pub use autocast::{Fp8Autocast, fp8_autocast, fp8_recipe, is_fp8_enabled, set_measurement_mode};
 pub(crate) use autocast::{
-    Fp8Region, begin_forward, check_generation, fp8_number, note_replayed, reduce_amaxes,
+    Fp8Region, Measured, begin_forward, check_generation, fp8_number, note_replayed, reduce_amaxes,
+    share_amaxes,
 };
 pub(crate) use meta::{Forward, check_device};
 pub use meta::{Fp8Meta, Fp8State};
