@@ -114,6 +114,13 @@ pub(super) fn turned(tensor: &Fp8Tensor) -> Result<Fp8Tensor> {
     Ok(Fp8Tensor { codes: tensor.codes.f_transpose(-2, -1)?, scale_inv: tensor.scale_inv.shallow_clone() })
 }
 
+/// A float32 bias rounded to bfloat16, as cards have it with float32 activations. Its gradient is not rounded.
+pub(super) fn rounded_bias(bias: &Tensor) -> Result<Tensor> {
+    let own = bias.f_detach()?;
+    let change = own.f_to_kind(Kind::BFloat16)?.f_to_kind(Kind::Float)?.f_sub(&own)?;
+    Ok(bias.f_add(&change)?)
+}
+
 /// The dtype of the output: what autocast casts to, else the input's, which parameters have then, too.
 fn activation_dtype(device: Device, input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Kind> {
     if is_autocast_enabled(device)? {

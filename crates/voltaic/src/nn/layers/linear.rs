@@ -82,7 +82,10 @@ impl Linear {
         };
         match self.parallel.get() {
             None => product(input, self.in_features, self.bias.as_ref()),
-            Some(parallel) => parallel.product(input, (self.in_features, self.bias.as_ref()), product),
+            Some(parallel) => {
+                let is_fp8 = self.compute.active_fp8().is_some();
+                parallel.product(input, (self.in_features, self.bias.as_ref(), is_fp8), product)
+            }
         }
     }
 

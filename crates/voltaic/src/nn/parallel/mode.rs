@@ -4,12 +4,13 @@ use std::cell::RefCell;
 use std::fmt;
 use std::sync::Arc;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::regions::{copy_to_group, gather_from_group, slice_for_group, sum_over_group};
 use super::shard::Division;
 use crate::distributed::ProcessGroup;
 use crate::error::Result;
+use crate::nn::fp8_linear::rounded_bias;
 use crate::nn::parameter::Parameter;
 
 /// A layer of which each rank of a group has a slice.
@@ -39,11 +40,12 @@ impl Parallel {
         self.division.start(self.group.rank())
     }
 
-    /// The product of a linear layer, of which `product` computes this rank's part from an input with so many features.
+    /// The product of a linear layer, of which `product` computes this rank's part from an input with so many features. A bias that is
+    /// added to the sum of the parts is rounded as a product in float8 rounds its own if `is_fp8`.
     pub fn product(
         &self,
         input: &Tensor,
-        (in_features, bias): (i64, Option<&Parameter>),
+        (in_features, bias, is_fp8): (i64, Option<&Parameter>, bool),
         product: impl FnOnce(&Tensor, i64, Option<&Parameter>) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let Self { group, division, side } = self;
@@ -57,9 +59,10 @@ impl Parallel {
                 let own = if is_whole { Some(slice_for_group(group, division, input)?) } else { None };
                 let total =
                     sum_over_group(group, &product(own.as_ref().unwrap_or(input), self.len(), None)?)?;
-                match bias {
-                    Some(bias) => Ok(total.f_add(&bias.f_to_kind(total.f_kind()?)?)?),
-                    None => Ok(total),
+                match (bias, total.f_kind()?) {
+                    (Some(bias), Kind::Float) if is_fp8 => Ok(total.f_add(&rounded_bias(bias)?)?),
+                    (Some(bias), kind) => Ok(total.f_add(&bias.f_to_kind(kind)?)?),
+                    (None, _) => Ok(total),
                 }
             }
         }
