@@ -8,7 +8,7 @@ use crate::data::DataModule;
 use crate::error::ConfigError;
 use crate::logger::plot_quantization;
 use crate::module::LightningModule;
-use crate::nn::quant::{self, LayerReport};
+use crate::nn::quant::{self, Converted, LayerReport};
 use crate::precision::fp8::{QuantConfig, QuantMode, ScaleMethod};
 use crate::trainer::{Trainer, TrainerBuilder};
 
@@ -30,8 +30,9 @@ pub(super) fn quantize<M: LightningModule>(
     let mut trainer = builder.build()?;
     let folder = trainer.log_dir().to_path_buf();
     let measure = QuantConfig { mode: QuantMode::Measure, ..config.clone() };
-    if !config.scale_method.needs_no_measures() {
-        quant::convert(model, &measure)?;
+    if !config.scale_method.needs_no_measures() && quant::convert(model, &measure)? == Converted::Measured(0)
+    {
+        quant::convert(model, &config)?; // the error says what leaves no layer
     }
     request.begin(&mut trainer)?;
     let before = run(&mut trainer, arguments.stage, model, data)?;

@@ -70,6 +70,13 @@ impl ConfigProblem {
         Self { key: key.into(), origin: String::new(), problem }
     }
 
+    /// The same with the key of the place in front.
+    #[must_use]
+    pub(crate) fn within(mut self, place: &str) -> Self {
+        self.key = format!("{place}.{}", self.key);
+        self
+    }
+
     /// The same with the key of the place where the class was chosen in front; a class has only its own name.
     #[must_use]
     pub(crate) fn below(mut self, place: &str) -> Self {

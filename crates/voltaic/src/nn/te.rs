@@ -8,7 +8,7 @@ use tch::Tensor;
 
 use crate::accelerator::rng;
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::nn::calls::reach::unwrapped;
 use crate::nn::compute::Compute;
 use crate::nn::fp8_linear::Fp8Linear;
@@ -174,22 +174,33 @@ pub fn convert(module: &(impl ModuleExt + ?Sized), settings: &Fp8Settings) -> Re
         tracing::info!("the module has {known} layers of the transformer engine: no others are replaced");
         return Ok(Converted::HadLayers(known));
     }
-    let excluded = modules_named(module.as_dyn(), &settings.exclude_layers).map_err(|name| {
+    let mut converted = 0;
+    for (layer, left_out) in selected(module.as_dyn(), settings)? {
+        if left_out.is_none() {
+            layer.compute.set(Compute::Fp8(Fp8Linear::new(false)));
+            converted += 1;
+        }
+    }
+    Ok(Converted::Layers(converted))
+}
+
+/// The layers that can be converted, each with the key that leaves it out.
+fn selected<'a>(
+    module: &'a dyn Module,
+    settings: &Fp8Settings,
+) -> Result<Vec<(&'a linear::Linear, Option<&'static str>)>> {
+    let excluded = modules_named(module, &settings.exclude_layers).map_err(|name| {
         let what = format!("`{name}` is no module of this one");
         ConfigError::new("exclude_layers", what, "name a type, an fqn or a pattern of fqns")
     })?;
     let is_excluded =
         |fqn: &str| excluded.iter().any(|(outer, _)| fqn == outer || crate::nn::named::is_member(fqn, outer));
-    let mut converted = 0;
-    for (fqn, layer) in linears(module.as_dyn()) {
-        let weights = layer.in_features() * layer.out_features();
-        if weights < settings.min_weights || is_excluded(&fqn) {
-            continue;
-        }
-        layer.compute.set(Compute::Fp8(Fp8Linear::new(false)));
-        converted += 1;
-    }
-    Ok(Converted::Layers(converted))
+    let of = |(fqn, layer): (String, &'a linear::Linear)| {
+        let is_small = layer.in_features() * layer.out_features() < settings.min_weights;
+        let by_size = is_small.then_some("min_weights");
+        (layer, is_excluded(&fqn).then_some("exclude_layers").or(by_size))
+    };
+    Ok(linears(module).into_iter().map(of).collect())
 }
 
 /// The layers with a weight for one product, each once, by fqn.
@@ -256,15 +267,39 @@ pub(crate) fn fp8_layers(module: &dyn Module) -> Vec<(String, Arc<Fp8Meta>)> {
 /// As [`convert`].
 pub(crate) fn prepare_fp8(module: &dyn Module, settings: &Fp8Settings) -> Result<()> {
     if settings.replace_layers {
-        convert(module, settings)?;
+        convert(module, settings).map_err(|error| match error {
+            Error::Config(error) => ConfigError {
+                problems: error
+                    .problems
+                    .into_iter()
+                    .map(|problem| problem.within("trainer.plugins"))
+                    .collect(),
+            }
+            .into(),
+            error => error,
+        })?;
     }
-    if fp8_layers(module).is_empty() && !has_inference_layers(module) {
+    if !fp8_layers(module).is_empty() || has_inference_layers(module) {
+        return Ok(());
+    }
+    let name = module.type_name();
+    if !settings.replace_layers {
         tracing::warn!(
-            "precision=fp8, but no layer of {} computes in float8: use te::Linear, call convert_modules, or give \
-             HPUPrecisionPlugin with replace_layers: true",
-            module.type_name()
+            "precision=fp8, but no layer of {name} computes in float8: use te::Linear, call convert_modules, or give \
+             HPUPrecisionPlugin with replace_layers: true"
         );
+        return Ok(());
     }
+    let all = selected(module, settings)?;
+    let by = |key: &str| all.iter().filter(|(_, left_out)| *left_out == Some(key)).count();
+    tracing::warn!(
+        "precision=fp8, but no layer of {name} computes in float8: it has {} nn::Linear, of which exclude_layers leaves out {}, and \
+         min_weights={} a further {}",
+        all.len(),
+        by("exclude_layers"),
+        settings.min_weights,
+        by("min_weights")
+    );
     Ok(())
 }
 

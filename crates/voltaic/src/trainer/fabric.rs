@@ -578,7 +578,7 @@ impl Fabric {
         let path = path.as_ref();
         self.with_session(module, &mut FabricOptimizers::default(), |session| {
             let mut loaded = load(session, path, true)?;
-            restore_weights(session, &mut loaded, path, strict)
+            restore_weights(session, &mut loaded, ("load_weights", path), strict)
         })
     }
 

@@ -86,6 +86,27 @@ fn a_quantized_gpt_validates_and_generates() {
         let same = text.chars().zip(quantized.chars()).take_while(|(a, b)| a == b).count();
         assert!(same >= "and the dog ".len() + 6, "{text:?} {quantized:?}");
     }
+    refused(folder, &model, &checkpoint);
+}
+
+/// What remains to be said of files of such weights, and of lists that leave none.
+fn refused(folder: &Path, model: &[&str], checkpoint: &str) {
+    std::fs::write(folder.join("none.json"), r#"{"blocklist": {"types": ["Linear", "KVCache"]}}"#).unwrap();
+    let quantize = ["quantize", checkpoint, "--stage=validate", "--quant=none.json"];
+    let fit = [&["fit", "--weights=small.safetensors"][..], model].concat();
+    for (arguments, expected) in [
+        (
+            &quantize[..],
+            "blocklist: leaves no layer of Gpt to be quantized: it has 13, such as transformer.h.0",
+        ),
+        (
+            &fit,
+            "weights (from command line): small.safetensors is quantized (float8 weights with scales); validate",
+        ),
+    ] {
+        let (is_ok, _, errors) = voltaic(folder, arguments);
+        assert!(!is_ok && errors.contains(expected), "{arguments:?}: {errors}");
+    }
 }
 
 #[test]

@@ -134,6 +134,33 @@ fn sixteen_bits_on_an_hpu() {
 }
 
 #[test]
+fn what_leaves_no_layer_to_fp8_is_named_and_so_are_keys_of_a_recipe() {
+    let folder = TempDir::new().unwrap();
+    let run = |arguments: &str| {
+        let file = plugin_file(&folder, &format!("precision: fp8, replace_layers: true, {arguments}"));
+        losses_on_hpu("null", &[], &["--config", file.to_str().unwrap()])
+    };
+    let (_, printed) = run("exclude_layers: [fc1], min_weights: 1000000").unwrap();
+    let expected = "of which exclude_layers leaves out 1, and min_weights=1000000 a further ";
+    assert!(printed.contains("no layer of") && printed.contains(expected), "{printed}");
+    assert!(!printed.contains("replace_layers: true"), "it was given: {printed}");
+    assert_error!(
+        run("exclude_layers: [none]"),
+        "trainer.plugins.exclude_layers: `none` is no module of this"
+    );
+    let recipe =
+        "recipe: {class_path: DelayedScaling, init_args: {override_linear_precision: [true, false, false]}}";
+    assert_error!(run(recipe), "trainer.plugins.0.recipe.override_linear_precision");
+    let deepspeed = format!(
+        "trainer: {{strategy: hpu_deepspeed, plugins: [{{class_path: HPUDeepSpeedPrecisionPlugin, init_args: {{precision: fp8, {recipe}}}}}]}}"
+    );
+    let file = folder.path().join("deepspeed.yaml");
+    std::fs::write(&file, deepspeed).unwrap();
+    let error = losses_on_hpu("null", &[], &["--config", file.to_str().unwrap()]);
+    assert_error!(error, "trainer.plugins.0.recipe.override_linear_precision");
+}
+
+#[test]
 fn sixteen_bits_on_a_cpu_are_bfloat16_with_a_warning() {
     let (code, log) = short_fit(&["--trainer.precision=16-mixed"], &[]);
     assert_eq!(code, Some(0), "{log}");

@@ -17,8 +17,8 @@ use crate::nn::module::Module;
 use crate::nn::parameter::Parameter;
 use crate::nn::tree::ModuleExt;
 use crate::precision::fp8::{
-    HpDtype, Inference, LayerType, MEASURE, MeasureExclude, Observer, QuantConfig, QuantFormat, QuantMode,
-    Rounding, Scaler, WeightScales, check_generation, kernel_format,
+    HpDtype, Inference, LayerList, LayerType, MEASURE, MeasureExclude, Observer, QuantConfig, QuantFormat,
+    QuantMode, Rounding, Scaler, WeightScales, check_generation, kernel_format,
 };
 
 /// What a conversion has done.
@@ -338,12 +338,33 @@ fn select<'a>(all: Vec<Layer<'a>>, config: &QuantConfig, scaler: &Scaler) -> Res
     Ok((selected, rest))
 }
 
+/// Refuses lists that let no layer through.
+fn refuse_nothing(module: &dyn Module, all: &[Layer<'_>], config: &QuantConfig) -> Result<()> {
+    let Some(first) = all.first() else { return Ok(()) };
+    if all.iter().any(|layer| config.takes(&layer.fqn, layer.type_name)) {
+        return Ok(());
+    }
+    let is_listed = |list: &LayerList| !list.names.is_empty() || !list.types.is_empty();
+    let lists = [("allowlist", &config.allowlist), ("blocklist", &config.blocklist)];
+    let keys: Vec<&str> = lists.into_iter().filter(|(_, list)| is_listed(list)).map(|(key, _)| key).collect();
+    let keys = keys.join(" and ");
+    let what = format!(
+        "leaves no layer of {} to be quantized: it has {}, such as {} ({})",
+        module.type_name(),
+        all.len(),
+        first.fqn,
+        first.type_name
+    );
+    Err(ConfigError::new(keys, what, "name fewer layers and types in it").into())
+}
+
 fn quantize(module: &dyn Module, config: &QuantConfig, folders: &[PathBuf]) -> Result<Converted> {
     let all = layers(module);
     if all.iter().any(|layer| layer.quantized().is_some()) {
         tracing::info!("{} is quantized already", module.type_name());
         return Ok(Converted::Nothing);
     }
+    refuse_nothing(module, &all, config)?;
     let (prefix, measures) = match config.scale_method.needs_no_measures() {
         true => (config.dump_stats_path.clone(), Measures::default()),
         false => {

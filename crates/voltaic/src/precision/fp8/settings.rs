@@ -86,7 +86,7 @@ impl Fp8Settings {
         };
         let recipe = recipe.cloned().unwrap_or_default();
         recipe.check().map_err(|error| ConfigError {
-            problems: error.problems.into_iter().map(|problem| problem.below(plugin)).collect(),
+            problems: error.problems.into_iter().map(|problem| problem.within(plugin)).collect(),
         })?;
         Ok(Some(Self { recipe: Arc::new(recipe), inference, ..own }))
     }

@@ -137,9 +137,11 @@ fn given_precision(
     lacks_float16: bool,
     of_file: Option<Precision>,
 ) -> Result<Option<GivenPrecision>, ConfigError> {
-    let plugins = config.plugins.iter().filter_map(|plugin| match plugin {
-        PluginConfig::DeepSpeedPrecisionPlugin(plugin) => Some(("DeepSpeedPrecisionPlugin", plugin)),
-        PluginConfig::HpuDeepSpeedPrecisionPlugin(plugin) => Some(("HPUDeepSpeedPrecisionPlugin", plugin)),
+    let plugins = config.plugins.iter().enumerate().filter_map(|(index, plugin)| match plugin {
+        PluginConfig::DeepSpeedPrecisionPlugin(plugin) => Some((index, "DeepSpeedPrecisionPlugin", plugin)),
+        PluginConfig::HpuDeepSpeedPrecisionPlugin(plugin) => {
+            Some((index, "HPUDeepSpeedPrecisionPlugin", plugin))
+        }
         _ => None,
     });
     let plugins: Vec<_> = plugins.collect();
@@ -151,7 +153,7 @@ fn given_precision(
     let (key, value) = match (&config.precision, &plugins[..]) {
         (None, []) => return Ok(None),
         (Some(value), []) => ("precision", value),
-        (None, [(name, plugin)]) => {
+        (None, [(_, name, plugin)]) => {
             if *name == "HPUDeepSpeedPrecisionPlugin" && accelerator != "hpu" {
                 let what = format!("{name} with accelerator={accelerator}");
                 return Err(ConfigError::new("trainer.plugins", what, "use DeepSpeedPrecisionPlugin"));
@@ -185,8 +187,11 @@ fn given_precision(
         }
     };
     let fp8 = match plugins.first() {
-        Some((_, plugin)) => plugin.fp8(precision).map_err(|error| ConfigError {
-            problems: error.problems.into_iter().map(|problem| problem.below("trainer.plugins")).collect(),
+        Some((index, _, plugin)) => plugin.fp8(precision).map_err(|error| {
+            let place = format!("trainer.plugins.{index}");
+            ConfigError {
+                problems: error.problems.into_iter().map(|problem| problem.below(&place)).collect(),
+            }
         })?,
         None => (precision == Precision::Fp8).then(Fp8Settings::default),
     };

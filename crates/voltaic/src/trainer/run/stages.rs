@@ -270,7 +270,7 @@ impl<M: LightningModule> Session<'_, M> {
         let Some(InitialWeights { path, strict }) = self.run.weights.clone() else { return Ok(()) };
         let path = expand_home(path);
         let mut loaded = load(self, &path, false)?;
-        let keys = restore_weights(self, &mut loaded, &path, strict)?;
+        let keys = restore_weights(self, &mut loaded, ("weights", &path), strict)?;
         if self.options.is_trial || !self.run.world().is_global_zero() {
             return Ok(());
         }

@@ -116,11 +116,11 @@ fn of_file(error: Error, path: &Path) -> Error {
     }
 }
 
-/// Takes the weights; what is on one side only is an error if it is `strict`.
+/// Takes the weights of the file that `key` names; what is on one side only is an error if it is `strict`.
 pub(crate) fn restore_weights<M: LightningModule>(
     session: &Session<M>,
     loaded: &mut Opened,
-    path: &Path,
+    (key, path): (&'static str, &Path),
     strict: bool,
 ) -> Result<IncompatibleKeys> {
     let full = full_precision(session);
@@ -129,7 +129,7 @@ pub(crate) fn restore_weights<M: LightningModule>(
     let Some(unread) = &loaded.unread else {
         let names = loaded.checkpoint.weights.iter().map(|(name, _)| name.as_str());
         if quant::has_scales(names) {
-            refuse_to_quantize(session, path, session.run.at.stage == Stage::Fit)?;
+            refuse_to_quantize(session, (key, path), session.run.at.stage == Stage::Fit)?;
             let restored = quant::restore(session.module.as_dyn(), &mut loaded.checkpoint.weights);
             restored.map_err(|error| of_other_module(error, session, loaded, path))?;
         }
@@ -148,7 +148,7 @@ pub(crate) fn restore_weights<M: LightningModule>(
         return done.map_err(|error| of_other_module(error, session, loaded, path));
     };
     if quant::has_scales(unread.weights().into_iter().map(|(name, _)| name)) {
-        refuse_to_quantize(session, path, true)?;
+        refuse_to_quantize(session, (key, path), true)?;
     }
     let sharded = session.run.engine.strategy.sharded_state();
     let num_optimizers = loaded.checkpoint.training.as_ref().map_or(0, |training| training.optimizers.len());
@@ -200,7 +200,11 @@ pub(crate) fn restore_weights<M: LightningModule>(
 }
 
 /// A quantized checkpoint is for validate, test and predict, with a strategy that does not shard weights.
-fn refuse_to_quantize<M: LightningModule>(session: &Session<M>, path: &Path, is_refused: bool) -> Result<()> {
+fn refuse_to_quantize<M: LightningModule>(
+    session: &Session<M>,
+    (key, path): (&'static str, &Path),
+    is_refused: bool,
+) -> Result<()> {
     if !is_refused {
         return Ok(());
     }
@@ -209,7 +213,7 @@ fn refuse_to_quantize<M: LightningModule>(session: &Session<M>, path: &Path, is_
         Stage::Fit => "validate, test or predict with it; fit needs the weights from before",
         _ => "use a strategy that does not shard weights, such as ddp, or load it by nn::quant::load before",
     };
-    Err(ConfigError::new("ckpt_path", what, remedy).into())
+    Err(ConfigError::new(key, what, remedy).into())
 }
 
 /// Names and shapes of parameters that a checkpoint leaves out, since they were frozen.
@@ -258,7 +262,7 @@ pub(crate) fn restore_module<M: LightningModule>(
     loaded: &mut Opened,
     path: &Path,
 ) -> Result<()> {
-    restore_weights(session, loaded, path, true)?;
+    restore_weights(session, loaded, ("ckpt_path", path), true)?;
     let checkpoint = &loaded.checkpoint;
     let Some(training) = &checkpoint.training else { return Ok(()) };
     // without reduce_amax each rank has scales of its own
