@@ -112,6 +112,32 @@ fn linear_layers_compute_as_by_the_formulas_with_every_scale_method() {
     }
 }
 
+#[test]
+fn a_quantized_linear_layer_has_the_same_bits_on_the_cpu_and_on_an_emulated_hpu() {
+    let _alone = alone();
+    start_hpu();
+    let folder = tempfile::tempdir().unwrap();
+    let methods = ["maxabs_hw", "maxabs_arbitrary", "act_maxabs_hw_weights_pcs_maxabs_pow2"];
+    for (method, kind, [rows, from, to]) in methods.into_iter().flat_map(|method| {
+        let sizes = [[1, 64, 48], [8, 33, 17], [9, 70, 40], [64, 784, 256], [130, 300, 65]];
+        let kinds = [Kind::Float, Kind::BFloat16];
+        kinds.into_iter().flat_map(move |kind| sizes.into_iter().map(move |size| (method, kind, size)))
+    }) {
+        let mut fc = Linear::new(from, to).unwrap();
+        for (number, parameter) in fc.parameters().into_iter().enumerate() {
+            parameter.set_data(&(waves(&parameter.size(), number as f64) * 0.3)).unwrap();
+        }
+        let x = waves(&[rows, from], 5.0).to_kind(kind);
+        let given = json!({"scale_method": method});
+        quantize(&mut fc, given, folder.path(), |fc| drop(fc.forward(&x.to_kind(Kind::Float)).unwrap()));
+        let cpu = fc.forward(&x).unwrap();
+        fc.to_device(voltaic::Device::Hpu(0)).unwrap();
+        let hpu = fc.forward(&x.to_device(HPU)).unwrap().to_device(CPU);
+        let apart = (&cpu - &hpu).to_kind(Kind::Double).abs().max().double_value(&[]);
+        assert!(cpu.equal(&hpu), "{method}, {kind:?}, {rows} rows, {from} to {to}: {apart}");
+    }
+}
+
 #[derive(Module)]
 struct Rest {
     conv: Conv2d,
