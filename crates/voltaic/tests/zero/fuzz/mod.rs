@@ -256,6 +256,11 @@ fn run(
     let mut trainer = builder.build().map_err(|error| error.to_string())?;
     if let Some(from) = from {
         trainer.ckpt_path(from);
+    } else if plan.initial {
+        let path = folder.join("initial.ckpt");
+        tch::manual_seed(77);
+        trainer.save_weights(&Net::new(plan), &path, None).map_err(|error| error.to_string())?;
+        trainer.weights(path, true);
     }
     tch::manual_seed(plan.blocks.len() as i64 + trainer.world().rank as i64);
     let mut net = Net::new(plan);

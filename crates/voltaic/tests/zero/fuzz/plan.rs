@@ -129,6 +129,8 @@ plan! {
         pub activations: Activations,
         /// States that go to the host after each second batch, a bit for each, and whether they are asked back.
         pub offloaded_states: Option<usize> = None,
+        /// The fit begins with the weights of a file.
+        pub initial: bool = false,
     }
 }
 
@@ -207,6 +209,7 @@ impl Plan {
             in_files: None,
             activations: Activations::random(rng),
             offloaded_states: None,
+            initial: false,
         };
         if plan.half && rng.random() {
             plan.average = one(rng, [Average::Ema, Average::Ema, Average::Swa]);
@@ -214,6 +217,7 @@ impl Plan {
         let files = InFiles::of(rng);
         plan.in_files = maybe(rng, 3).map(|_| files);
         plan.offloaded_states = maybe(rng, 2);
+        plan.initial = rng.random_range(0..3) == 0;
         plan.reconcile();
         plan
     }
@@ -251,6 +255,7 @@ impl Plan {
             self.half &= self.manual.is_none(); // steps add up several gradients, in float32 where there are copies
             self.reads &= !self.half; // sums over tensors do, too, where each number has three digits
         }
+        self.initial &= !self.is_low(); // ZeRO keeps the float32 of the file, the loop beside it has 16 bits
     }
 
     /// Whether each stage adds up the same numbers in the same order as data-parallel training.
