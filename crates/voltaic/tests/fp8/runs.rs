@@ -10,7 +10,7 @@ use voltaic::data::{
     DataLoader, DataModule, Loaders, MnistData, MnistDataConfig, MnistSet, ShakespeareData,
     ShakespeareDataConfig, TensorDataset,
 };
-use voltaic::models::{Gpt, GptConfig, LeNet, LeNetConfig};
+use voltaic::models::{Classifier, Gpt, GptConfig, LeNet, LeNetConfig, Mlp, MlpConfig};
 use voltaic::module::{LightningModule, StepContext};
 use voltaic::nn::functional::{cross_entropy, mse_loss};
 use voltaic::nn::{Callable, Forward, Linear, ModuleExt, te};
@@ -286,6 +286,7 @@ fn compared<M: LightningModule, D: DataModule<Batch = M::Batch>>(
     seeds: RangeInclusive<u64>,
     make: impl Fn(&mut D) -> M,
     data: impl Fn() -> D,
+    configure: impl Fn(TrainerBuilder) -> TrainerBuilder,
 ) -> [f64; 3] {
     start_hpu();
     tch::set_num_threads(1); // products are small: two threads wait for each other
@@ -294,7 +295,7 @@ fn compared<M: LightningModule, D: DataModule<Batch = M::Batch>>(
         let mut data = data();
         let mut net = make(&mut data);
         let builder = silent().max_epochs(1).accelerator("hpu").devices(1).plugins([plugin]);
-        let mut trainer = builder.build().unwrap();
+        let mut trainer = configure(builder).build().unwrap();
         trainer.fit(&mut net, &mut data).unwrap();
         trainer.metric("val_loss").unwrap()
     };
@@ -348,9 +349,25 @@ impl LightningModule for Digits {
     }
 }
 
+fn digits() -> MnistData {
+    MnistData::new(MnistDataConfig { set: MnistSet::Subset, ..MnistDataConfig::default() })
+}
+
 fn lenet(seeds: RangeInclusive<u64>) -> [f64; 3] {
-    let data = || MnistData::new(MnistDataConfig { set: MnistSet::Subset, ..MnistDataConfig::default() });
-    compared(seeds, |_| Digits { net: LeNet::new(LeNetConfig::default()).unwrap() }, data)
+    compared(
+        seeds,
+        |_| Digits { net: LeNet::new(LeNetConfig::default()).unwrap() },
+        digits,
+        |builder| builder,
+    )
+}
+
+#[test]
+fn a_perceptron_learns_digits_as_with_bf16_mixed() {
+    let _alone = alone();
+    let make = |_: &mut MnistData| Classifier::new(Mlp::new(MlpConfig::default()).unwrap());
+    // from seed to seed the difference has a deviation of 0.6 % with HYBRID: that of the mean is a quarter of the bound
+    assert_near(compared(1..=6, make, digits, |builder| builder.limit_train_batches(60)), 0.01, 0.05);
 }
 
 #[test]
@@ -371,7 +388,7 @@ fn lenet_learns_as_with_bf16_mixed_in_the_mean() {
 #[ignore = "a long form, which make stress runs"]
 fn gpt_learns_as_with_bf16_mixed() {
     let _alone = alone();
-    assert_near(compared(1..=1, tiny_gpt, short_text), 0.01, 0.05);
+    assert_near(compared(1..=1, tiny_gpt, short_text, |builder| builder), 0.01, 0.05);
 }
 
 /// 60 batches of 8.
