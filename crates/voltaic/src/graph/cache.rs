@@ -7,12 +7,12 @@ use std::fmt;
 use tch::Tensor;
 
 use super::backend::{CompileBackend, RECOMPILE_LIMIT};
-use super::call::{Call, CallGraphs, CapturedCall, Outputs};
+use super::call::{Call, CallGraphs, CapturedCall, HowCaptured, Outputs};
 use super::capture::is_capturing;
 use super::metrics;
 use super::options::{CompileConfig, fall_back};
 use super::passes::Passes;
-use super::places::{any_missing, shares_elements};
+use super::places::{Mark, any_missing, shares_elements, write_back};
 use super::plan::PlanStats;
 use super::signature::{Conditions, InputSignature};
 use crate::device::Device;
@@ -202,7 +202,16 @@ impl GraphCache {
         };
         let padded =
             inputs.iter().map(|input| resize(input, dim, size, target)).collect::<Result<Vec<_>>>()?;
+        let marks = padded.iter().map(Mark::of).collect::<Result<Vec<_>>>()?;
         let outputs = self.run_same_size(module, is_training, &padded, call)?;
+        for ((input, padded), mark) in inputs.iter().zip(&padded).zip(marks) {
+            let now = resize(padded, dim, target, size)?;
+            let is_written =
+                || -> Result<bool> { mark.is_written(padded).map_or_else(|| Ok(!now.f_equal(input)?), Ok) };
+            if padded.size() != input.size() && is_written()? {
+                write_back(&now, input, mark.has_new_history(padded)?)?;
+            }
+        }
         Ok(outputs.iter().map(|output| resize(output, dim, target, size)).collect::<Result<_>>()?)
     }
 
@@ -335,9 +344,9 @@ impl GraphCache {
             _ => Outputs::Shared,
         };
         share_amaxes()?;
-        let (captured, measured) = Measured::by(|| {
-            CapturedCall::capture(module, inputs, key.with_grad, (outputs, self.passes), call)
-        });
+        let how = HowCaptured { outputs, passes: self.passes, gives_back: self.options.compile.is_some() };
+        let (captured, measured) =
+            Measured::by(|| CapturedCall::capture(module, inputs, key.with_grad, how, call));
         let (captured, results) = captured?;
         self.stats.misses += 1;
         metrics::count_miss();

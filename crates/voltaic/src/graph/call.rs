@@ -10,7 +10,8 @@ use super::compiled::CompiledGraph;
 use super::ir::Graph;
 use super::passes::Passes;
 use super::places::{
-    any_missing, any_within, check_inputs, copy_like, fill, missing, numbered, placeholder_for,
+    Mark, any_missing, any_within, check_inputs, copy_like, fill, missing, numbered, placeholder_for,
+    write_back,
 };
 use super::plan::PlanStats;
 use super::recordings::{Recordings, check_same, named_tensors};
@@ -34,6 +35,18 @@ pub(super) struct CapturedCall {
     needs_copies: bool,
     /// There if an output has a gradient.
     backward: Option<Arc<Backward>>,
+    /// The inputs that calls write to, as the caller is to see.
+    written: Vec<usize>,
+    gives_back: bool,
+}
+
+/// How a call is captured.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct HowCaptured {
+    pub(super) outputs: Outputs,
+    pub(super) passes: Passes,
+    /// What a call writes to its inputs is copied to the caller's.
+    pub(super) gives_back: bool,
 }
 
 /// Whose the outputs of a replay are that has no backward pass.
@@ -100,7 +113,7 @@ struct BackwardState {
 
 impl CapturedCall {
     /// Runs `call` of `module` on copies of the inputs while it is captured, and with grad its backward pass on zeros.
-    /// Returns the results of this call, too. The graphs are those after `passes`.
+    /// Returns the results of this call, too.
     ///
     /// # Errors
     /// `call`'s own; a [`GraphError`] beside the results if it cannot be captured.
@@ -108,13 +121,15 @@ impl CapturedCall {
         module: &dyn Module,
         inputs: &[Tensor],
         with_grad: bool,
-        (outputs, passes): (Outputs, Passes),
+        how: HowCaptured,
         call: Call,
     ) -> anyhow::Result<(Result<Self>, Vec<Tensor>)> {
         let recorded = Recorded::of(module, inputs, with_grad, call)?;
-        match recorded.graphs() {
-            Ok(_) => {
-                let (captured, outputs, kept) = Self::compile(recorded, module, outputs, passes)?;
+        let written = if how.gives_back { recorded.give_back(inputs)? } else { Vec::new() };
+        match recorded.graphs().and_then(|_| check_written(&written)) {
+            Ok(()) => {
+                let (mut captured, outputs, kept) = Self::compile(recorded, module, how)?;
+                captured.written = written.into_iter().map(|input| input.index).collect();
                 let results = captured.results(inputs, outputs)?;
                 match kept {
                     Ok(()) => Ok((Ok(captured), results)),
@@ -133,8 +148,7 @@ impl CapturedCall {
     fn compile(
         mut recorded: Recorded,
         module: &dyn Module,
-        kind: Outputs,
-        passes: Passes,
+        HowCaptured { outputs: kind, passes, gives_back }: HowCaptured,
     ) -> Result<(Self, Vec<Tensor>, Result<()>)> {
         let results = std::mem::take(&mut recorded.results);
         let outputs: Vec<Tensor> = results.iter().map(Tensor::f_detach).collect::<Result<_, _>>()?;
@@ -164,6 +178,8 @@ impl CapturedCall {
             copies_outputs: kind != Outputs::Shared,
             needs_copies,
             backward: backward.map(Arc::new),
+            written: Vec::new(),
+            gives_back,
         };
         Ok((captured, given, is_kept))
     }
@@ -181,6 +197,9 @@ impl CapturedCall {
         call: Call,
     ) -> anyhow::Result<(Result<()>, Vec<Tensor>)> {
         let recorded = Recorded::of(module, inputs, with_grad, call)?;
+        if self.gives_back {
+            recorded.give_back(inputs)?;
+        }
         let checked = recorded.graphs().and_then(|now| {
             let backward = self.backward.as_ref().map(|backward| backward.lock());
             let before = self.forward.graphs().chain(backward.iter().flat_map(|state| state.graph.graphs()));
@@ -223,6 +242,9 @@ impl CapturedCall {
         } else {
             self.forward.replay(Some(inputs))?
         };
+        for &index in &self.written {
+            write_back(&self.inputs[index], &inputs[index], false)?;
+        }
         self.results(inputs, given)
     }
 
@@ -268,9 +290,18 @@ impl CapturedCall {
 const INPUT: &str = "input";
 const GRADIENT: &str = "gradient of output";
 
+/// An input that a call writes to.
+struct WrittenInput {
+    index: usize,
+    /// The write is part of what has gradients.
+    has_history: bool,
+}
+
 /// A call that ran while it was captured.
 struct Recorded {
     places: Vec<Tensor>,
+    /// Of the places, before the call.
+    marks: Vec<Mark>,
     results: Vec<Tensor>,
     names: Vec<(String, Tensor)>,
     forward: Recordings,
@@ -290,12 +321,13 @@ impl Recorded {
     fn of(module: &dyn Module, inputs: &[Tensor], with_grad: bool, call: Call) -> anyhow::Result<Self> {
         refuse_kept(module, "a captured call")?;
         let places = inputs.iter().map(|input| place_for(input, with_grad)).collect::<Result<Vec<_>>>()?;
+        let marks = places.iter().map(Mark::of).collect::<Result<Vec<_>>>()?;
         let mut names: Vec<(String, Tensor)> = numbered(INPUT, &places).collect();
         names.extend(named_tensors(module));
         let capture = Capture::begin()?;
         let results = scoped_by_fqn(module, || call(&places))??;
         let forward = capture.end()?;
-        let mut recorded = Self { places, results, names, forward, backward: None };
+        let mut recorded = Self { places, marks, results, names, forward, backward: None };
         let is_trained = recorded.results.iter().any(Tensor::requires_grad);
         if is_trained && !any_missing(&recorded.results) && recorded.forward.read(&recorded.names).is_ok() {
             let backward = RecordedBackward::of(module, &recorded.places, &recorded.results)?;
@@ -312,6 +344,21 @@ impl Recorded {
         }
         let backward = self.backward.as_ref().map(|backward| &backward.step);
         self.forward.read_with(backward, &self.names)
+    }
+
+    /// Copies what the forward pass has written to its inputs to those of the caller, and tells which these are.
+    fn give_back(&self, inputs: &[Tensor]) -> Result<Vec<WrittenInput>> {
+        let graphs = self.forward.graphs(&self.names)?;
+        let mut written = Vec::new();
+        for (index, (place, mark)) in self.places.iter().zip(&self.marks).enumerate() {
+            let name = format!("{INPUT} {index}");
+            if graphs.iter().any(|graph| graph.writes_to_tensor(&name)) {
+                let has_history = mark.has_new_history(place)?;
+                write_back(place, &inputs[index], has_history)?;
+                written.push(WrittenInput { index, has_history });
+            }
+        }
+        Ok(written)
     }
 
     /// Refuses what the module keeps for itself. Autograd must not hold anything any more.
@@ -373,6 +420,15 @@ impl RecordedBackward {
         let module = module.type_name();
         Ok(Backward { module, pending: AtomicU64::new(0), state: Mutex::new(state) })
     }
+}
+
+/// Refuses what autograd knows of a write to an input: a replay would not give the input that history.
+fn check_written(written: &[WrittenInput]) -> Result<()> {
+    let Some(WrittenInput { index, .. }) = written.iter().find(|input| input.has_history) else {
+        return Ok(());
+    };
+    let what = format!("what it writes to {INPUT} {index} requires grad");
+    Err(GraphError::Arguments { problem: Problem::new(what, "change a copy of the input") }.into())
 }
 
 /// A copy of an input, laid out as it is. With grad it leads to the input, should the results of the capture be all there is.

@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 
 use tch::Tensor;
 
-use super::call::{Call, CallGraphs, CapturedCall, Outputs, trained_params};
+use super::call::{Call, CallGraphs, CapturedCall, HowCaptured, Outputs, trained_params};
 use super::capture::{check_not_capturing, is_capturing};
 use super::graphed::{Graphed, InPlace};
 use super::passes::Passes;
@@ -133,8 +133,8 @@ impl OneGraph {
         for _ in 0..warmup {
             warm_up(&code(inputs)?, inputs, &params)?;
         }
-        let (captured, _) =
-            CapturedCall::capture(module, inputs, with_grad, (Outputs::Shared, Passes::NONE), code)?;
+        let how = HowCaptured { outputs: Outputs::Shared, passes: Passes::NONE, gives_back: false };
+        let (captured, _) = CapturedCall::capture(module, inputs, with_grad, how, code)?;
         let checked = match &captured {
             Ok(captured) => captured.check(module, inputs, with_grad, code)?.0,
             Err(_) => Ok(()),

@@ -214,6 +214,11 @@ impl Graph {
         named.any(|(buffer, _)| self.writes_to(*buffer))
     }
 
+    /// Whether a replay writes to the buffer of this name.
+    pub(super) fn writes_to_tensor(&self, name: &str) -> bool {
+        self.names.iter().any(|(buffer, known)| known == name && self.writes_to(*buffer))
+    }
+
     /// Whether the nodes before this one have no visible effect: they write to no memory that existed before, and draw no random
     /// numbers.
     pub(super) fn is_pure_before(&self, node: usize) -> bool {

@@ -88,7 +88,7 @@ fn no_effect() -> Value {
         "enable_sfg": ranks,
         "force_static_compile": "each shape is compiled by itself",
         "inference": "calls without grad are compiled by the same passes",
-        "keep_input_mutations": "a compiled module changes copies of its inputs",
+        "keep_input_mutations": "what a module writes to an input is always copied to it after the call",
         "reassign_copy_": copies,
         "reassign_full_copy": copies,
         "remove_unnecessary_clones": copies,

@@ -5,6 +5,7 @@ use std::borrow::Borrow;
 use tch::Tensor;
 
 use crate::error::{GraphError, Problem, Result};
+use crate::ffi;
 
 /// A tensor of its own, contiguous, with the values of another.
 pub(crate) fn copy_of(tensor: &Tensor) -> Result<Tensor> {
@@ -73,6 +74,38 @@ pub(crate) fn fill<T: Borrow<Tensor>>(places: &[Tensor], tensors: &[T]) -> Resul
         }
         place.f_copy_(&tensor)?;
     }
+    Ok(())
+}
+
+/// What tells whether code writes to a tensor.
+#[derive(Debug)]
+pub(super) struct Mark {
+    /// None of a tensor that was made in inference mode.
+    version: Option<i64>,
+    /// Where autograd takes its gradient.
+    edge: (usize, u32),
+}
+
+impl Mark {
+    pub(super) fn of(tensor: &Tensor) -> Result<Self> {
+        Ok(Self { version: tensor.f_internal_version().ok(), edge: ffi::gradient_edge(tensor)? })
+    }
+
+    /// Whether the tensor has been written to since; none if nothing tells.
+    pub(super) fn is_written(&self, tensor: &Tensor) -> Option<bool> {
+        Some(tensor.f_internal_version().ok()? != self.version?)
+    }
+
+    /// Whether such a write is part of what has gradients.
+    pub(super) fn has_new_history(&self, tensor: &Tensor) -> Result<bool> {
+        Ok(ffi::gradient_edge(tensor)? != self.edge)
+    }
+}
+
+/// Writes to an input of a call what the call has written to a copy of it; with a history if that is part of what has gradients.
+pub(super) fn write_back(copy: &Tensor, input: &Tensor, has_history: bool) -> Result<()> {
+    let _no_grad = (!has_history).then(tch::no_grad_guard);
+    input.shallow_clone().f_copy_(copy)?;
     Ok(())
 }
 

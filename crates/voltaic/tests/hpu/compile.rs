@@ -2,7 +2,7 @@
 
 use tch::{Kind, Reduction, Tensor};
 use voltaic::data::{DataLoader, Loaders, TensorDataset};
-use voltaic::graph::{CompileBackend, CompileConfig, CompileOptions, Compiler, HpuGraph, PlanStats};
+use voltaic::graph::{Buckets, CompileBackend, CompileConfig, CompileOptions, Compiler, HpuGraph, PlanStats};
 use voltaic::models::{Gpt, GptConfig};
 use voltaic::module::LightningModule;
 use voltaic::nn::{Callable, Forward, Linear, ModuleExt};
@@ -398,6 +398,71 @@ fn options_choose_the_passes_and_win_over_the_environment() {
         (CompileOptions { reinplace_add: off, in_place: on, ..none }, [true; 4]),
     ] {
         assert_eq!(counts(options), expected, "{options:?}");
+    }
+}
+
+#[test]
+fn what_is_written_to_an_input_is_seen_by_the_caller() {
+    let _rng = start();
+    let code: Function = |x| {
+        _ = x.shallow_clone().g_add_scalar_(1.0);
+        x * 2.0
+    };
+    let hidden: Function = |x| {
+        _ = x.detach().g_add_scalar_(1.0);
+        x * 2.0
+    };
+    let buckets = || Buckets { dim: 0, sizes: vec![4] };
+    for device in [CPU, HPU] {
+        let compiler = || Compiler::new("hpu_backend").unwrap();
+        for (compiler, rows) in [(compiler(), 4), (compiler().buckets(buckets()), 3)] {
+            let net = compiler.wrap(Code { code });
+            for mode in ["grad", "no_grad", "inference"] {
+                let _no_grad = (mode == "no_grad").then(tch::no_grad_guard);
+                let _inference = (mode == "inference").then(|| ffi::InferenceMode::enter().unwrap());
+                for call in 0..4 {
+                    let x = Tensor::randn([rows, 5], (Kind::Float, CPU)).to_device(device);
+                    let (before, y) = (x.copy(), net.forward(&x).unwrap());
+                    assert_eq!(x, &before + 1.0, "call {call} on {device:?}, {mode}");
+                    assert_eq!(y, (before + 1.0) * 2.0, "call {call} on {device:?}, {mode}");
+                }
+            }
+            assert!(net.refusal().is_none() && net.stats().hits >= 4, "{}", net.stats());
+        }
+        for (compiler, rows) in [(compiler(), 4), (compiler().buckets(buckets()), 3)] {
+            // a write that autograd does not know of: as by the code, a backward pass that needs what was there fails
+            let net = compiler.wrap(Code { code: hidden });
+            for _ in 0..4 {
+                let leaf = Tensor::ones([rows, 5], (Kind::Float, device)).set_requires_grad(true);
+                let square = &leaf * &leaf;
+                let y = net.forward(&leaf).unwrap();
+                assert_eq!(leaf.detach(), leaf.full_like(2.0));
+                y.sum(Kind::Float).backward();
+                assert_eq!(leaf.grad(), leaf.full_like(2.0));
+                let error = square.sum(Kind::Float).f_backward().unwrap_err().to_string();
+                assert!(error.contains("modified by an inplace operation"), "{error}");
+            }
+            assert!(net.refusal().is_none() && net.stats().hits == 2, "{}", net.stats());
+        }
+        // one that is part of a history: as usual
+        for (compiler, rows) in [(compiler(), 4), (compiler().buckets(buckets()), 3)] {
+            let net = compiler.wrap(Code { code });
+            for _ in 0..3 {
+                let leaf = Tensor::ones([rows, 5], (Kind::Float, device)).set_requires_grad(true);
+                let x = &leaf * 3.0;
+                let y = net.forward(&x).unwrap();
+                (x * y).sum(Kind::Float).backward();
+                // (3 a + 1) * 2 (3 a + 1), at a = 1
+                assert_eq!(leaf.grad(), leaf.full_like(4.0 * 4.0 * 3.0));
+            }
+            assert!(net.refusal().unwrap().contains("what it writes to input 0 requires grad"));
+            // with buckets the code writes to a copy of the leaf
+            if rows == 3 {
+                let leaf = Tensor::ones([rows, 5], (Kind::Float, device)).set_requires_grad(true);
+                let error = net.forward(&leaf).unwrap_err().to_string();
+                assert!(error.contains("a leaf Variable that requires grad"), "{error}");
+            }
+        }
     }
 }
 
