@@ -240,6 +240,7 @@ pub struct vt_graph_stats {
 }
 
 pub const VT_GRAPH_NOWHERE: u64 = u64::MAX;
+pub const VT_GRAPH_FROZEN: u8 = 2;
 
 #[repr(C)]
 pub struct vt_chain {
@@ -709,6 +710,7 @@ unsafe extern "C" {
         inputs: *const vt_tensor,
         num_inputs: usize,
         outputs: *mut vt_tensor,
+        computes_frozen: i32,
     ) -> *mut vt_error;
     pub fn vt_graph_misfit(graph: *const vt_graph) -> i32;
     pub fn vt_graph_get_stats(graph: *const vt_graph, stats: *mut vt_graph_stats);

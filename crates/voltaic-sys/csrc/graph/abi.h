@@ -34,6 +34,7 @@ uint64_t vt_recording_hash(const vt_recording *recording, size_t buffer);
 vt_error *vt_recording_buffer_of(const vt_recording *recording, vt_tensor tensor, int32_t *buffer);
 
 #define VT_GRAPH_NOWHERE UINT64_MAX
+#define VT_GRAPH_FROZEN 2
 
 // Operators element by element and row by row that run as one, at the place of their last node.
 typedef struct {
@@ -59,7 +60,7 @@ typedef struct {
 } vt_moved_value;
 
 typedef struct {
-  const uint8_t *runs;            // per node: 0 if it is left out
+  const uint8_t *runs;            // per node: 0 if it is left out, VT_GRAPH_FROZEN if its result is kept
   const uint64_t *buffer_offsets; // per buffer: its place in the arena; VT_GRAPH_NOWHERE if it keeps its memory
   const uint64_t *block_offsets;  // per block of all nodes: the same for what a kernel takes and gives back
   const uint8_t *constants;       // per buffer: 1 if nobody need hold it but the graph
@@ -85,8 +86,9 @@ void vt_graph_free(vt_graph *graph);
 // The first buffer that was there before the recording and is gone, or has other memory now; -1 if all are there.
 int32_t vt_graph_gone_buffer(const vt_graph *graph);
 // To be called if no buffer is gone. `inputs` stand for those of the plan, during the call; null: the recorded ones.
-// `outputs` has room for those of the plan.
-vt_error *vt_graph_replay(vt_graph *graph, const vt_tensor *inputs, size_t num_inputs, vt_tensor *outputs);
+// `outputs` has room for those of the plan. With `computes_frozen` what is frozen is computed, too, else it is as before.
+vt_error *vt_graph_replay(vt_graph *graph, const vt_tensor *inputs, size_t num_inputs, vt_tensor *outputs,
+                          int32_t computes_frozen);
 // The node whose result had another shape in a replay that failed than when it was recorded; -1 if there is none.
 int32_t vt_graph_misfit(const vt_graph *graph);
 

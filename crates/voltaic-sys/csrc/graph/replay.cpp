@@ -357,6 +357,7 @@ void Builder::add_node(int32_t index, size_t first_block) {
     }
   }
   call.num_blocks = static_cast<uint32_t>(graph_->blocks.size()) - call.first_block;
+  call.is_frozen = plan_.runs[index] == VT_GRAPH_FROZEN;
   graph_->calls.push_back(std::move(call));
 }
 
@@ -494,13 +495,15 @@ struct Wanted {
   ~Wanted() { wanted_results = nullptr; }
 };
 
-void run(vt_graph &graph) {
+void run(vt_graph &graph, bool computes_frozen) {
   Placement placement(graph);
   const BlockWatchScope watch(has_cpu_allocator() ? &placement : nullptr);
   std::vector<IValue> &stack = graph.stack;
   const int device = graph.device.is_hpu() ? graph.device.index() : -1;
   const profiler::DeviceScope replay(VT_ROW_GRAPHS, device, "graph replay");
   for (const Call &call : graph.calls) {
+    if (call.is_frozen && !computes_frozen)
+      continue;
     if (call.chain >= 0) {
       const profiler::DeviceScope profiled(VT_ROW_OPERATORS, device, "chain");
       run_chain(graph.chains[call.chain]);
@@ -588,7 +591,7 @@ void release_inputs(vt_graph &graph) {
 
 } // namespace
 
-void replay(vt_graph &graph, const Tensor *const *inputs, size_t num_inputs, vt_tensor *outputs) {
+void replay(vt_graph &graph, const Tensor *const *inputs, size_t num_inputs, vt_tensor *outputs, bool computes_frozen) {
   if (C10_UNLIKELY(is_recording()))
     vt_recording_refuse("a graph was replayed");
   const Pause pause;
@@ -609,7 +612,7 @@ void replay(vt_graph &graph, const Tensor *const *inputs, size_t num_inputs, vt_
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-    run(graph);
+    run(graph, computes_frozen);
   }
   ++graph.stats.replays;
   for (size_t i = 0; i < graph.outputs.size(); ++i)
@@ -627,8 +630,9 @@ vt_error *vt_graph_build(vt_recording *recording, const vt_graph_plan *plan, vt_
   });
 }
 
-vt_error *vt_graph_replay(vt_graph *graph, const vt_tensor *inputs, size_t num_inputs, vt_tensor *outputs) {
-  return voltaic::guard([&] { replay(*graph, inputs, num_inputs, outputs); });
+vt_error *vt_graph_replay(vt_graph *graph, const vt_tensor *inputs, size_t num_inputs, vt_tensor *outputs,
+                          int32_t computes_frozen) {
+  return voltaic::guard([&] { replay(*graph, inputs, num_inputs, outputs, computes_frozen != 0); });
 }
 
 int32_t vt_graph_misfit(const vt_graph *graph) { return graph->misfit; }

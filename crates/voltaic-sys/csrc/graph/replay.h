@@ -19,6 +19,7 @@ struct Call {
   int32_t node; // of the recording
   int32_t chain = -1; // that runs in its place
   bool is_moved = false; // a result lies elsewhere than when it was recorded
+  bool is_frozen = false; // it runs only when what is frozen is computed again
 };
 
 // Operators that run as one.
@@ -100,6 +101,6 @@ namespace voltaic::graph {
 int32_t gone_buffer(const vt_graph &graph);
 // To be called if no buffer is gone. Without `inputs` what the recorded ones hold is taken. `outputs` has room for those
 // of the graph.
-void replay(vt_graph &graph, const at::Tensor *const *inputs, size_t num_inputs, vt_tensor *outputs);
+void replay(vt_graph &graph, const at::Tensor *const *inputs, size_t num_inputs, vt_tensor *outputs, bool computes_frozen);
 
 } // namespace voltaic::graph

@@ -51,6 +51,7 @@ pub use files::buffer::{AlignedBuffer, DIRECT_ALIGN};
 pub use files::engine::{FileBackend, FileEngine, FileOptions};
 pub use files::transfer::{NamedFile, Transfer};
 pub use graph::cuda::{CudaGraph, is_capturing_on_cuda};
+pub use graph::frozen::{FrozenMemory, note_write, note_writes};
 pub use graph::recording::{
     GraphPlan, MovedValue, PlannedChain, Recording, RecordingPause, ReplayGraph, ReplayStats, Replayed,
     is_recording, refuse_recording, set_recording_scope,

@@ -344,7 +344,9 @@ impl GraphCache {
             _ => Outputs::Shared,
         };
         share_amaxes()?;
-        let how = HowCaptured { outputs, passes: self.passes, gives_back: self.options.compile.is_some() };
+        let compile = self.options.compile;
+        let freezes = compile.is_some_and(|config| config.options.freezes());
+        let how = HowCaptured { outputs, passes: self.passes, gives_back: compile.is_some(), freezes };
         let (captured, measured) =
             Measured::by(|| CapturedCall::capture(module, inputs, key.with_grad, how, call));
         let (captured, results) = captured?;

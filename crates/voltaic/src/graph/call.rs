@@ -47,6 +47,8 @@ pub(super) struct HowCaptured {
     pub(super) passes: Passes,
     /// What a call writes to its inputs is copied to the caller's.
     pub(super) gives_back: bool,
+    /// Without a backward pass, what depends on weights alone is computed once.
+    pub(super) freezes: bool,
 }
 
 /// Whose the outputs of a replay are that has no backward pass.
@@ -148,7 +150,7 @@ impl CapturedCall {
     fn compile(
         mut recorded: Recorded,
         module: &dyn Module,
-        HowCaptured { outputs: kind, passes, gives_back }: HowCaptured,
+        HowCaptured { outputs: kind, passes, gives_back, freezes }: HowCaptured,
     ) -> Result<(Self, Vec<Tensor>, Result<()>)> {
         let results = std::mem::take(&mut recorded.results);
         let outputs: Vec<Tensor> = results.iter().map(Tensor::f_detach).collect::<Result<_, _>>()?;
@@ -159,7 +161,9 @@ impl CapturedCall {
         let backward_graphs = graphs.split_off(forward.num_parts());
         let gives_away = kind == Outputs::GivenAway && backward.is_none();
         let asked: &[Tensor] = if gives_away { &outputs } else { &[] };
-        let (forward, mut given_away) = forward.compile_giving(graphs, &places, asked, passes)?;
+        let of_forward = if freezes && backward.is_none() { passes.freezing() } else { passes };
+        let (forward, mut given_away) =
+            forward.compile_giving(graphs, (&places, asked), of_forward, &weights_of(module))?;
         given_away.resize(outputs.len(), false);
         let backward = backward.map(|backward| backward.compile(backward_graphs, module, &places, passes));
         let backward = backward.transpose()?;
@@ -511,6 +515,11 @@ impl Backward {
         };
         state.grad_inputs.iter().enumerate().map(grad).collect()
     }
+}
+
+/// All parameters.
+fn weights_of(module: &dyn Module) -> Vec<Tensor> {
+    module.parameters().iter().map(|parameter| parameter.leaf().shallow_clone()).collect()
 }
 
 /// Parameters that are trained.

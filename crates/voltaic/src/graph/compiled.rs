@@ -1,9 +1,12 @@
 //! A graph that is ready to be replayed.
 
+use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::Arc;
 
 use tch::Tensor;
 
+use super::frozen::FrozenWeights;
 use super::ir::Graph;
 use super::metrics;
 use super::metrics_dump::dump_metrics_if_asked;
@@ -11,12 +14,14 @@ use super::passes::{self, Passes};
 use super::plan::{PlanStats, plan};
 use super::show;
 use crate::error::{GraphError, Result};
-use crate::ffi::{Recording, ReplayGraph, ReplayStats, Replayed};
+use crate::ffi::{self, Recording, ReplayGraph, ReplayStats, Replayed};
 
 /// A captured function that can be replayed: one segment for each part between two `mark_step`s.
 #[derive(Debug, Default)]
 pub(crate) struct CompiledGraph {
     pub(super) segments: Vec<Segment>,
+    /// The weights of results that are kept; without, replays compute all.
+    frozen: Option<FrozenWeights>,
 }
 
 impl CompiledGraph {
@@ -26,11 +31,30 @@ impl CompiledGraph {
     /// # Errors
     /// [`GraphError::TensorGone`], [`GraphError::ShapeChanged`].
     pub(crate) fn replay(&mut self, inputs: Option<&[Tensor]>) -> Result<Vec<Tensor>> {
+        let holds = self.frozen.as_mut().is_some_and(FrozenWeights::hold);
         let mut given = Vec::new();
         for segment in &mut self.segments {
-            given.extend(segment.replay(inputs)?);
+            match segment.replay(inputs, !holds) {
+                Ok(outputs) => given.extend(outputs),
+                Err(error) => {
+                    self.frozen.iter_mut().for_each(FrozenWeights::forget);
+                    return Err(error);
+                }
+            }
         }
         Ok(given)
+    }
+
+    /// Replays keep what is frozen for as long as nothing writes to its weights, which are among `weights`: a segment, the buffer there, the
+    /// tensor.
+    pub(super) fn new(segments: Vec<Segment>, weights: Vec<(usize, usize, Tensor)>) -> Self {
+        let memory =
+            segments.iter().flat_map(|of| of.frozen.iter().map(|&buffer| of.graph.addresses(buffer)));
+        let is_frozen = |(at, buffer, _): &(usize, usize, Tensor)| segments[*at].frozen.contains(buffer);
+        let weights = weights.into_iter().filter(is_frozen).map(|(.., weight)| weight);
+        let has_frozen = segments.iter().any(|segment| segment.stats.num_frozen > 0);
+        let frozen = has_frozen.then(|| FrozenWeights::new(weights.collect(), memory.collect()));
+        Self { segments, frozen }
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -61,6 +85,10 @@ pub(super) struct Segment {
     pub(super) graph: Arc<Graph>,
     pub(super) stats: PlanStats,
     replay: ReplayGraph,
+    /// Buffers that frozen results are computed from.
+    frozen: BTreeSet<usize>,
+    /// Memory that a replay writes and others may see.
+    written: Vec<Range<usize>>,
 }
 
 impl Segment {
@@ -78,6 +106,7 @@ impl Segment {
         dump_metrics_if_asked(None);
         let timer = metrics::Compilation::start();
         let program = passes::run(&graph, passes, show::is_asked());
+        let frozen = program.frozen_weights();
         let shown = program.notes.is_some().then(|| program.clone());
         let (plan, stats) = plan(program, uses_out_variants());
         if let Some(program) = shown {
@@ -85,15 +114,18 @@ impl Segment {
         }
         let replay = recording.build(&plan, inputs, outputs)?;
         timer.finish(&graph);
-        Ok(Self { graph: Arc::new(graph), stats, replay })
+        let written = graph.written_outside();
+        Ok(Self { graph: Arc::new(graph), stats, replay, frozen, written })
     }
 
-    /// Runs the kernels once more. Gives what the replay gives away.
+    /// Runs the kernels once more; those of frozen results only with `computes_frozen`. Gives what the replay gives away.
     ///
     /// # Errors
     /// [`GraphError::TensorGone`], and then nothing has run; [`GraphError::ShapeChanged`].
-    pub(super) fn replay(&mut self, inputs: Option<&[Tensor]>) -> Result<Vec<Tensor>> {
-        match self.replay.replay(inputs)? {
+    pub(super) fn replay(&mut self, inputs: Option<&[Tensor]>, computes_frozen: bool) -> Result<Vec<Tensor>> {
+        let replayed = self.replay.replay(inputs, computes_frozen);
+        self.written.iter().for_each(ffi::note_write);
+        match replayed? {
             Replayed::Done(outputs) => Ok(outputs),
             Replayed::Gone(buffer) => Err(GraphError::TensorGone { tensor: self.name_of(buffer) }.into()),
             Replayed::Misfit(node) => Err(GraphError::ShapeChanged {

@@ -133,7 +133,8 @@ impl OneGraph {
         for _ in 0..warmup {
             warm_up(&code(inputs)?, inputs, &params)?;
         }
-        let how = HowCaptured { outputs: Outputs::Shared, passes: Passes::NONE, gives_back: false };
+        let how =
+            HowCaptured { outputs: Outputs::Shared, passes: Passes::NONE, gives_back: false, freezes: false };
         let (captured, _) = CapturedCall::capture(module, inputs, with_grad, how, code)?;
         let checked = match &captured {
             Ok(captured) => captured.check(module, inputs, with_grad, code)?.0,

@@ -1,7 +1,8 @@
 //! A recorded graph as data: operators, the values they take and give, and the memory behind the values.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Write as _};
+use std::ops::Range;
 
 use serde::Deserialize;
 
@@ -113,6 +114,12 @@ pub struct Buffer {
     /// It was there before, and nothing outside the graph holds it: a constant.
     #[serde(default)]
     pub(super) is_constant: bool,
+    /// It is a parameter whose changes are watched.
+    #[serde(skip)]
+    pub(super) is_weight: bool,
+    /// It was there before, and the graph or another one of the same capture writes to it.
+    #[serde(skip)]
+    pub(super) is_written: bool,
     /// Hash of what it holds, if it was there before and has no name.
     #[serde(skip)]
     pub(super) content: Option<u64>,
@@ -194,6 +201,50 @@ impl Graph {
 
     pub(super) fn buffer_of(&self, value: usize) -> &Buffer {
         &self.buffers[self.values[value].buffer]
+    }
+
+    /// Notes which buffers that were there before the graphs of one capture write.
+    pub(super) fn note_writes(graphs: &mut [Self]) {
+        let mut written = BTreeSet::new();
+        for graph in &*graphs {
+            let was_there = |buffer: &usize| graph.buffers[*buffer].made_by().is_none();
+            let found = (0..graph.buffers.len()).filter(was_there).filter(|&buffer| graph.writes_to(buffer));
+            written.extend(found.map(|buffer| graph.buffers[buffer].address));
+        }
+        for buffer in graphs.iter_mut().flat_map(|graph| &mut graph.buffers) {
+            buffer.is_written = buffer.made_by().is_none() && written.contains(&buffer.address);
+        }
+    }
+
+    /// Whether a buffer was there before, is nobody else's, and is not written: a constant.
+    pub(super) fn holds_constant(&self, index: usize) -> bool {
+        let buffer = &self.buffers[index];
+        // the results of an earlier part have names
+        buffer.is_constant
+            && buffer.made_by().is_none()
+            && !buffer.is_written
+            && self.buffer_name(index).is_none()
+    }
+
+    /// Whether a buffer is a parameter that may be frozen, and is not written.
+    pub(super) fn holds_weight(&self, index: usize) -> bool {
+        let buffer = &self.buffers[index];
+        buffer.is_weight && buffer.made_by().is_none() && !buffer.is_written
+    }
+
+    /// Where a buffer lies that was there before the recording or outlives it.
+    pub(super) fn addresses(&self, buffer: usize) -> Range<usize> {
+        let start = self.buffers[buffer].address as usize;
+        start..start + self.buffers[buffer].bytes as usize
+    }
+
+    /// What a replay writes that others may see: memory that was there before, and what is kept.
+    pub(super) fn written_outside(&self) -> Vec<Range<usize>> {
+        let is_seen = |buffer: &usize| match self.buffers[*buffer].made_by() {
+            None => !self.buffers[*buffer].is_constant && self.writes_to(*buffer),
+            Some(_) => self.buffers[*buffer].is_kept,
+        };
+        (0..self.buffers.len()).filter(is_seen).map(|buffer| self.addresses(buffer)).collect()
     }
 
     /// Whether a replay writes to a buffer.

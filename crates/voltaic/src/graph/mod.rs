@@ -26,6 +26,7 @@ mod check;
 mod compile;
 mod compiled;
 mod flops;
+mod frozen;
 mod graphed;
 mod graphed_callable;
 mod hpu_graph;

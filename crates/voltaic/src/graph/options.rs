@@ -57,12 +57,18 @@ struct Settings {
 pub struct CompileOptions {
     /// What cannot be captured runs as usual; else it is an error. On unless set (`PT_HPU_USE_EAGER_FALLBACK`).
     pub use_eager_fallback: Option<bool>,
+    /// The pass `freezing`: where nothing has gradients, what depends on weights alone is computed once, and again after weights have
+    /// changed. Off unless set (`PT_HPU_COMPILE_GRAPH_FREEZE`). A write to the memory of a weight that libtorch does not count, by
+    /// `Tensor::data` or by its address, is seen after `clear_cache` only.
+    pub use_graph_freezing: Option<bool>,
     /// Passes change what was captured; else it is replayed as it was recorded. On unless set (`PT_HPU_COMPILE_USE_RECIPES`).
     pub use_compiled_recipes: Option<bool>,
     /// Habana's name for `in_place`, which wins over it. On unless set (`PT_HPU_REINPLACE_ADD`).
     pub reinplace_add: Option<bool>,
     /// The pass `common_subexpressions`. On unless set (`PT_HPU_DISABLE_common_subexpressions`).
     pub common_subexpressions: Option<bool>,
+    /// The pass `constant_folding`. On unless set (`PT_HPU_DISABLE_constant_folding`).
+    pub constant_folding: Option<bool>,
     /// The pass `concatenations`. On unless set (`PT_HPU_DISABLE_concatenations`).
     pub concatenations: Option<bool>,
     /// The pass `fuse_elementwise`. On unless set (`PT_HPU_DISABLE_fuse_elementwise`).
@@ -74,7 +80,6 @@ pub struct CompileOptions {
 fn refused() -> Value {
     json!({
         "discard_frozen_params": {"what": "the weights of a compiled module stay there", "remedy": "remove it", "unless_off": true},
-        "use_graph_freezing": {"what": "weights are read at each call", "remedy": "remove it", "unless_off": true},
     })
 }
 
@@ -108,6 +113,12 @@ impl CompileOptions {
     /// Whether passes change graphs.
     pub(super) fn changes_graphs(&self) -> bool {
         or_variable(self.use_compiled_recipes, "PT_HPU_COMPILE_USE_RECIPES")
+    }
+
+    /// Whether the pass `freezing` runs.
+    pub(super) fn freezes(&self) -> bool {
+        let is_on = || RuntimeFlags::is_on("PT_HPU_COMPILE_GRAPH_FREEZE");
+        self.changes_graphs() && self.use_graph_freezing.unwrap_or_else(is_on)
     }
 
     /// Whether the pass `in_place` runs.

@@ -14,6 +14,8 @@ pub struct PlanStats {
     pub num_nodes: usize,
     /// What a replay calls; operators that run as one are one call.
     pub num_calls: usize,
+    /// Operators whose results are kept: they run in the first replay, and after weights have changed.
+    pub num_frozen: usize,
     /// Operators that are compiled into others: those that run as one with more of them.
     pub num_fused: usize,
     /// Operators that are not run, since another one has the same result.
@@ -48,13 +50,18 @@ pub(super) enum Owner {
 
 /// Plans the replay of a program.
 pub(super) fn plan(program: Program, uses_out_variants: bool) -> (GraphPlan, PlanStats) {
-    let Program { graph, runs, merged, chains, num_merged, moved, num_joined, num_in_place, .. } = program;
-    let mut pieces = pieces(&graph, &runs);
+    let mut pieces = pieces(&program);
+    let Program { graph, runs, frozen, merged, chains, num_merged, moved, num_joined, num_in_place, .. } =
+        program;
     let unshared_bytes = pieces.iter().map(|piece| padded(piece.bytes)).sum();
     pieces.sort_by_key(|piece| (std::cmp::Reverse(piece.bytes), piece.first));
     let num_blocks = graph.nodes.iter().map(|node| node.blocks.len()).sum();
     let mut plan = GraphPlan {
-        runs: runs.iter().map(|&runs| u8::from(runs)).collect(),
+        runs: runs
+            .iter()
+            .zip(&frozen)
+            .map(|(&runs, &frozen)| if runs && frozen { GraphPlan::FROZEN } else { runs.into() })
+            .collect(),
         buffer_offsets: vec![GraphPlan::NOWHERE; graph.buffers.len()],
         block_offsets: vec![GraphPlan::NOWHERE; num_blocks],
         constants: graph.buffers.iter().map(|buffer| u8::from(buffer.is_constant)).collect(),
@@ -72,9 +79,11 @@ pub(super) fn plan(program: Program, uses_out_variants: bool) -> (GraphPlan, Pla
             Owner::Block(index) => plan.block_offsets[index] = offset,
         }
     }
+    let num_frozen = plan.runs.iter().filter(|runs| **runs == GraphPlan::FROZEN).count();
     let stats = PlanStats {
         num_nodes: graph.nodes.len(),
-        num_calls: runs.iter().filter(|runs| **runs).count(),
+        num_calls: runs.iter().filter(|runs| **runs).count() - num_frozen,
+        num_frozen,
         num_fused: chains.iter().map(|chain| chain.members.len()).filter(|len| *len > 1).sum(),
         num_merged,
         num_in_place,
@@ -98,15 +107,21 @@ fn padded(bytes: u64) -> u64 {
 }
 
 /// The memory that the running nodes need beside what is kept.
-pub(super) fn pieces(graph: &Graph, runs: &[bool]) -> Vec<Piece> {
+pub(super) fn pieces(program: &Program) -> Vec<Piece> {
+    let Program { graph, runs, frozen, .. } = program;
+    let last = graph.nodes.len().saturating_sub(1);
     let mut lives: Vec<Option<(usize, usize)>> = vec![None; graph.buffers.len()];
     let mut pieces = Vec::new();
     let mut block = 0;
     for (index, node) in graph.nodes.iter().enumerate() {
         if runs[index] {
             for value in node.values() {
-                let life = lives[graph.values[value].buffer].get_or_insert((index, index));
-                life.1 = index;
+                let buffer = graph.values[value].buffer;
+                let life = lives[buffer].get_or_insert((index, index));
+                life.1 = life.1.max(index);
+                if !frozen[index] && program.is_kept_frozen(buffer) {
+                    *life = (0, last); // nothing else lies there, in this replay and in the next
+                }
             }
             pieces.extend(node.blocks.iter().enumerate().filter(|(_, block)| block.is_temporary()).map(
                 |(at, taken)| Piece {

@@ -93,19 +93,29 @@ impl Recordings {
         inputs: &[Tensor],
         passes: Passes,
     ) -> Result<CompiledGraph> {
-        Ok(self.compile_giving(graphs, inputs, &[], passes)?.0)
+        Ok(self.compile_giving(graphs, (inputs, &[]), passes, &[])?.0)
     }
 
-    /// The same; each replay makes new ones of the `outputs` for which this returns true, and keeps nothing of them.
+    /// The same; each replay makes new ones of the `outputs` for which this returns true, and keeps nothing of them. `weights` are what passes
+    /// may freeze.
     pub(super) fn compile_giving(
         self,
-        graphs: Vec<Graph>,
-        inputs: &[Tensor],
-        outputs: &[Tensor],
+        mut graphs: Vec<Graph>,
+        (inputs, outputs): (&[Tensor], &[Tensor]),
         passes: Passes,
+        weights: &[Tensor],
     ) -> Result<(CompiledGraph, Vec<bool>)> {
+        let mut places = Vec::new();
+        for (at, (recording, graph)) in self.recordings.iter().zip(&mut graphs).enumerate() {
+            for weight in weights {
+                if let Some(buffer) = recording.buffer_of(weight)? {
+                    graph.buffers[buffer].is_weight = true;
+                    places.push((at, buffer, weight.shallow_clone()));
+                }
+            }
+        }
         let (segments, given_away) = compile_all(self.recordings, graphs, inputs, outputs, passes)?;
-        Ok((CompiledGraph { segments }, given_away))
+        Ok((CompiledGraph::new(segments, places), given_away))
     }
 }
 
@@ -173,6 +183,7 @@ fn read_all(recordings: &[&Recording], names: &[(String, Tensor)]) -> Result<Vec
         }
         graphs.push(graph);
     }
+    Graph::note_writes(&mut graphs);
     Ok(graphs)
 }
 

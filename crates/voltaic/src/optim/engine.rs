@@ -609,6 +609,7 @@ impl<R: Rule> Optimizer for Engine<R> {
                 Err(error) => return Err(self.explain(index, error)),
             }
         }
+        ffi::note_writes(); // weights may be parts of what the lists hold
         Ok(())
     }
 

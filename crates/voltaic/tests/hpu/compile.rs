@@ -15,13 +15,13 @@ use crate::process::{own_process, plays, text_of};
 use crate::support::{CPU, HPU, start};
 
 /// What is compiled.
-type Function = fn(&Tensor) -> Tensor;
+pub(crate) type Function = fn(&Tensor) -> Tensor;
 
 /// A function of a tensor as a module.
 #[derive(Module)]
-struct Code {
+pub(crate) struct Code {
     #[module(skip)]
-    code: Function,
+    pub(crate) code: Function,
 }
 
 impl Forward for Code {
@@ -51,7 +51,7 @@ fn check(what: &str, code: Function, size: &[i64], kind: Kind, tolerance: f64) -
 }
 
 /// The same with options.
-fn check_with(
+pub(crate) fn check_with(
     what: &str,
     options: CompileOptions,
     code: Function,

@@ -17,6 +17,7 @@ mod random_net;
 
 mod activations;
 mod compile;
+mod compile_freezing;
 mod compile_random;
 mod device;
 mod device_stats;

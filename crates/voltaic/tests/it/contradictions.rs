@@ -96,7 +96,6 @@ fn options_of_compile_have_an_effect_or_say_that_they_have_none() {
     }
     for (option, expected) in [
         ("discard_frozen_params=true", "the weights of a compiled module stay there"),
-        ("use_graph_freezing=true", "weights are read at each call"),
         ("use_eager_fallbak=false", "did you mean trainer.compile.options.use_eager_fallback"),
         ("in_place=2", "in_place"),
     ] {

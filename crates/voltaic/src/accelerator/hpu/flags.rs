@@ -44,7 +44,7 @@ const NO_EFFECT: &str = "none on emulated HPUs";
 const HANDED_ON: &str = "none on emulated HPUs; handed to the plugin";
 
 #[rustfmt::skip]
-const FLAGS: [Flag; 45] = [
+const FLAGS: [Flag; 47] = [
     Flag { name: "VOLTAIC_HPU", kind: Kind::Word(&["auto", "gaudi", "emulator"]), default: "auto", effect: "what hpu means; auto: Gaudi cards if there are any, else emulated ones" },
     Flag { name: "VOLTAIC_HPU_GENERATION", kind: Kind::Word(&["gaudi", "gaudi2", "gaudi3"]), default: "gaudi2", effect: "generation of the emulated cards: their memory and dtypes" },
     Flag { name: "VOLTAIC_HPU_DEVICES", kind: Kind::Number(1, MAX_HPUS as u64), default: "8", effect: "number of emulated cards" },
@@ -78,9 +78,11 @@ const FLAGS: [Flag; 45] = [
     Flag { name: DISABLE_TENSOR_CACHE, kind: Kind::Switch, default: "0", effect: "1: calls of a graph give tensors of their own" },
     Flag { name: "PT_HPU_DISABLE_common_subexpressions", kind: Kind::Switch, default: "0", effect: "1: compile computes equal results each for itself" },
     Flag { name: "PT_HPU_DISABLE_concatenations", kind: Kind::Switch, default: "0", effect: "1: compile concatenates gradients of attention after they are computed" },
+    Flag { name: "PT_HPU_DISABLE_constant_folding", kind: Kind::Switch, default: "0", effect: "1: compile computes what depends on constants alone in each replay" },
     Flag { name: "PT_HPU_DISABLE_fuse_elementwise", kind: Kind::Switch, default: "0", effect: "1: compile runs operators element by element and row by row one after the other" },
     Flag { name: "PT_HPU_DISABLE_in_place", kind: Kind::Switch, default: "0", effect: "1: compile gives all results memory of their own" },
     Flag { name: "PT_HPU_COMPILE_USE_RECIPES", kind: Kind::Switch, default: "1", effect: "0: compile replays what was captured as it was recorded" },
+    Flag { name: "PT_HPU_COMPILE_GRAPH_FREEZE", kind: Kind::Switch, default: "0", effect: "1: compile computes what depends on weights alone once, where nothing has gradients" },
     Flag { name: "PT_HPU_REINPLACE_ADD", kind: Kind::Switch, default: "1", effect: "0: compile gives all results memory of their own" },
     Flag { name: "PT_HPU_USE_EAGER_FALLBACK", kind: Kind::Switch, default: "1", effect: "0: what compile cannot capture is an error, and does not run as usual" },
     Flag { name: "PT_HPU_METRICS_FILE", kind: Kind::Text, default: "none", effect: "file that counts of graphs are written to" },
@@ -94,14 +96,13 @@ const FLAGS: [Flag; 45] = [
 
 /// Variables of Habana's software that are not supported, whatever they say, and why.
 #[rustfmt::skip]
-const NOT_SUPPORTED: [(&str, &str); 24] = [
+const NOT_SUPPORTED: [(&str, &str); 23] = [
     ("PT_RECIPE_CACHE_PATH", RECIPE_CACHE),
     ("PT_CACHE_FOLDER_DELETE", RECIPE_CACHE),
     ("PT_CACHE_FOLDER_SIZE_MB", RECIPE_CACHE),
     ("PT_HPUGRAPH_ENABLE_DRY_RUN", PYTHON),
     ("PT_HPU_COMPILE_DECOMPOSITION_MODE", COMPILE),
     ("PT_HPU_COMPILE_DISCARD_FROZEN_PARAMS", COMPILE),
-    ("PT_HPU_COMPILE_GRAPH_FREEZE", COMPILE),
     ("PT_HPU_COMPILE_REMOVE_UNNECESSARY_CLONES", COMPILE),
     ("PT_HPU_ENABLE_ALLREDUCE_GRAPH_SPLIT", COMPILE),
     ("PT_HPU_ENABLE_SFG", COMPILE),

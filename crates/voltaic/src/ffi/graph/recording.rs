@@ -193,7 +193,7 @@ pub fn set_recording_scope(scope: &str) {
 /// What of a recording is replayed, and where its memory lies.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct GraphPlan {
-    /// Per node: 0 if it is left out.
+    /// Per node: 0 if it is left out, 1 if it runs, [`GraphPlan::FROZEN`] if its result is kept from replay to replay.
     pub runs: Vec<u8>,
     /// Per buffer: its place in the arena, or [`GraphPlan::NOWHERE`].
     pub buffer_offsets: Vec<u64>,
@@ -286,6 +286,8 @@ impl PlannedChain {
 }
 
 impl GraphPlan {
+    /// The result of a node is kept.
+    pub const FROZEN: u8 = sys::VT_GRAPH_FROZEN;
     /// The memory lies outside the arena.
     pub const NOWHERE: u64 = sys::VT_GRAPH_NOWHERE;
     /// Room before each place in the arena, and what places are aligned to.
@@ -325,11 +327,15 @@ impl ReplayGraph {
     }
 
     /// Calls the kernels, and gives the outputs that the graph was built to give away. `inputs` stand in for those that it
-    /// was built with.
+    /// was built with. With `computes_frozen` frozen results are computed, too; else they are those of the replay before.
     ///
     /// # Errors
     /// If an input does not fit, or a kernel fails.
-    pub fn replay(&mut self, inputs: Option<&[Tensor]>) -> Result<Replayed, TorchError> {
+    pub fn replay(
+        &mut self,
+        inputs: Option<&[Tensor]>,
+        computes_frozen: bool,
+    ) -> Result<Replayed, TorchError> {
         if let Some(buffer) = self.gone_buffer() {
             return Ok(Replayed::Gone(buffer));
         }
@@ -340,8 +346,15 @@ impl ReplayGraph {
         let mut outputs: Vec<sys::vt_tensor> = vec![ptr::null_mut(); self.num_outputs];
         // SAFETY: no buffer is gone, as was just seen; the graph is borrowed mutably; the inputs are alive for the call;
         // there is room for the outputs that the graph was built with.
-        let error =
-            unsafe { sys::vt_graph_replay(self.raw.as_ptr(), inputs, num_inputs, outputs.as_mut_ptr()) };
+        let error = unsafe {
+            sys::vt_graph_replay(
+                self.raw.as_ptr(),
+                inputs,
+                num_inputs,
+                outputs.as_mut_ptr(),
+                computes_frozen.into(),
+            )
+        };
         match check("graph_replay", error) {
             Ok(()) => Ok(Replayed::Done(outputs.into_iter().map(take).collect())),
             // SAFETY: the graph is alive.

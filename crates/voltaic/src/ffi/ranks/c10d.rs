@@ -12,6 +12,7 @@ use voltaic_sys as sys;
 
 use crate::error::{TorchError, TorchErrorKind};
 use crate::ffi::check::{check, pointers};
+use crate::ffi::graph::frozen::note_writes;
 use crate::ffi::ranks::seal::{JobSecret, seal_for_store};
 use crate::ffi::tensor::rng::take;
 
@@ -543,7 +544,9 @@ impl Work {
     /// libtorch's, if a rank is gone or does not come within the time-out.
     pub fn wait(self) -> Result<(), TorchError> {
         // SAFETY: the pointer is valid until drop.
-        check(self.op, unsafe { sys::vt_work_wait(self.work) })
+        let done = check(self.op, unsafe { sys::vt_work_wait(self.work) });
+        note_writes();
+        done
     }
 }
 

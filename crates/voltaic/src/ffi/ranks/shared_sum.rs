@@ -15,6 +15,7 @@ use tch::{Kind, Tensor};
 
 use crate::config::read_switch;
 use crate::error::{Result, TorchError, TorchErrorKind};
+use crate::ffi::graph::frozen::note_writes;
 use crate::ffi::ranks::shared_memory::{Exchanged, Filled, RING, Region, SLOTS, Stage, Stop};
 use crate::kernels::{Bf16, Dtype, Floats, FloatsMut, LINE, add_up};
 
@@ -157,7 +158,9 @@ impl Summing {
     /// If a rank is gone, does not come within the time-out, or sums another tensor.
     pub fn wait(self) -> Result<(), TorchError> {
         Self::finish_before(self.ticket);
-        lock(&self.exchange).finish(self.last)
+        let done = lock(&self.exchange).finish(self.last);
+        note_writes();
+        done
     }
 
     /// Finishes the sums of all groups that were started before an operation. Call it before waiting for that operation: another rank

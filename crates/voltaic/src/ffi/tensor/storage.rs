@@ -8,6 +8,7 @@ use voltaic_sys as sys;
 
 use crate::error::{TorchError, TorchErrorKind};
 use crate::ffi::check::check;
+use crate::ffi::graph::frozen::note_writes;
 use crate::ffi::tensor::rng::take;
 
 /// A tensor that several threads may read at the same time.
@@ -67,6 +68,7 @@ impl ReleasableStorage {
             sys::vt_storage_release(self.tensor.as_ptr().cast_mut(), &mut bytes)
         })?;
         self.released = Some(bytes);
+        note_writes();
         Ok(())
     }
 
@@ -79,6 +81,7 @@ impl ReleasableStorage {
         // SAFETY: the tensor lives as long as self.
         check("restore storage", unsafe { sys::vt_storage_restore(self.tensor.as_ptr().cast_mut(), bytes) })?;
         self.released = None;
+        note_writes();
         Ok(true)
     }
 
@@ -99,6 +102,7 @@ impl ReleasableStorage {
             sys::vt_storage_lend(self.tensor.as_ptr().cast_mut(), bytes.as_ptr().cast_mut())
         })?;
         self.released = None;
+        note_writes();
         Ok(())
     }
 
@@ -122,7 +126,9 @@ impl ReleasableStorage {
         // SAFETY: both tensors are borrowed for the call, and there is memory.
         check("refill storage", unsafe {
             sys::vt_storage_refill(self.tensor.as_ptr().cast_mut(), values.as_ptr().cast_mut())
-        })
+        })?;
+        note_writes();
+        Ok(())
     }
 
     /// Whether the memory is freed.
@@ -179,5 +185,7 @@ pub fn copy_async(to: &Tensor, from: &Tensor) -> Result<(), TorchError> {
 /// libtorch's, if the version is negative, or the tensor was made in inference mode.
 pub fn set_version(tensor: &Tensor, version: i64) -> Result<(), TorchError> {
     // SAFETY: the tensor is borrowed for the call, and its count is atomic.
-    check("set version", unsafe { sys::vt_set_version(tensor.as_ptr().cast_mut(), version) })
+    check("set version", unsafe { sys::vt_set_version(tensor.as_ptr().cast_mut(), version) })?;
+    note_writes(); // that it counts now may be what it counted before
+    Ok(())
 }

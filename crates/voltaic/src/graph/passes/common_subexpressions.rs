@@ -65,7 +65,7 @@ fn only_result(program: &Program, index: usize) -> Option<usize> {
 }
 
 /// Buffers that a node writes to after the one that made them.
-fn written_later(program: &Program) -> Vec<bool> {
+pub(super) fn written_later(program: &Program) -> Vec<bool> {
     let mut is_written = vec![false; program.graph.buffers.len()];
     for (index, _) in program.runs.iter().enumerate().filter(|(_, runs)| **runs) {
         for buffer in program.accesses(index).1 {

@@ -40,7 +40,7 @@ pub(super) fn run(program: &mut Program) {
     }
     let mut is_taken = vec![false; program.graph.nodes.len()];
     for first in 0..program.graph.nodes.len() {
-        if is_taken[first] || !program.runs[first] {
+        if is_taken[first] || !program.runs[first] || program.frozen[first] {
             continue;
         }
         let start = match member(program, first) {
@@ -126,8 +126,8 @@ impl Group {
         group.take(program, start);
         let (mut distance, mut refused) = (0, None);
         for (index, is_taken) in is_taken.iter().enumerate().skip(first + 1) {
-            if !program.runs[index] {
-                continue;
+            if !program.runs[index] || program.frozen[index] {
+                continue; // what is frozen reads and writes nothing that a group writes
             }
             let next = if *is_taken { None } else { member(program, index).ok() };
             if let Some(next) = next {

@@ -58,6 +58,7 @@ fn dead_input(
         values[input].dtype == values[output].dtype
             && values[input].size.iter().product::<i64>() == planned.len
             && is_free(program, input)
+            && !program.is_kept_frozen(buffer_of(input))
             && is_last(buffer_of(input))
             && is_used_once(buffer_of(input))
             && buffer_of(input) < own

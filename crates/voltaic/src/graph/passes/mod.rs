@@ -4,6 +4,8 @@
 //! |---|---|
 //! | `dead_code` | none: graphs that are not compiled have it, too |
 //! | `common_subexpressions` | `PT_HPU_DISABLE_common_subexpressions=1` |
+//! | `constant_folding` | `PT_HPU_DISABLE_constant_folding=1` |
+//! | `freezing` | none: it runs with `use_graph_freezing` alone, where nothing has gradients |
 //! | `concatenations` | `PT_HPU_DISABLE_concatenations=1` |
 //! | `fuse_elementwise` | `PT_HPU_DISABLE_fuse_elementwise=1` |
 //! | `in_place` | `PT_HPU_DISABLE_in_place=1` |
@@ -12,6 +14,7 @@ mod common_subexpressions;
 mod concatenations;
 mod dead_code;
 mod elementwise;
+mod freezing;
 mod fuse_elementwise;
 mod in_place;
 mod program;
@@ -29,6 +32,8 @@ pub(super) use program::Program;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Passes {
     common_subexpressions: bool,
+    constant_folding: bool,
+    freezing: bool,
     concatenations: bool,
     fuse_elementwise: bool,
     in_place: bool,
@@ -38,6 +43,8 @@ impl Passes {
     /// Those of a graph that is replayed as it was recorded.
     pub(crate) const NONE: Self = Self {
         common_subexpressions: false,
+        constant_folding: false,
+        freezing: false,
         concatenations: false,
         fuse_elementwise: false,
         in_place: false,
@@ -51,11 +58,18 @@ impl Passes {
         };
         Self {
             common_subexpressions: has_pass(options.common_subexpressions, "common_subexpressions"),
+            constant_folding: has_pass(options.constant_folding, "constant_folding"),
+            freezing: false,
             concatenations: ffi::has_kernels() && has_pass(options.concatenations, "concatenations"),
             // chains are run by a kernel of voltaic's
             fuse_elementwise: ffi::has_kernels() && has_pass(options.fuse_elementwise, "fuse_elementwise"),
             in_place: options.in_place(),
         }
+    }
+
+    /// The same with `freezing`: for a graph whose weights are watched.
+    pub(super) fn freezing(self) -> Self {
+        Self { freezing: true, ..self }
     }
 }
 
@@ -67,8 +81,10 @@ pub(super) fn run(graph: &Graph, passes: Passes, notes: bool) -> Program {
     let mut program = Program::of(graph.clone());
     dead_code::run(&mut program);
     program.notes = notes.then(Notes::default);
-    let later: [Pass; 4] = [
+    let later: [Pass; 6] = [
         ("common_subexpressions", passes.common_subexpressions, common_subexpressions::run),
+        ("constant_folding", passes.constant_folding, freezing::of_constants),
+        ("freezing", passes.freezing, freezing::of_weights),
         ("concatenations", passes.concatenations, concatenations::run),
         ("fuse_elementwise", passes.fuse_elementwise, fuse_elementwise::run),
         ("in_place", passes.in_place, in_place::run),

@@ -12,6 +12,8 @@ pub(in crate::graph) struct Program {
     pub(in crate::graph) graph: Graph,
     /// Per node.
     pub(in crate::graph) runs: Vec<bool>,
+    /// Per node: it runs again only after a weight was written to; else its result is kept.
+    pub(in crate::graph) frozen: Vec<bool>,
     /// Per buffer: the buffer whose memory it is, itself or an earlier one.
     pub(in crate::graph) merged: Vec<usize>,
     /// By their last node.
@@ -58,6 +60,7 @@ impl Program {
         let merged = (0..graph.buffers.len()).collect();
         let runs = vec![true; graph.nodes.len()];
         Self {
+            frozen: vec![false; graph.nodes.len()],
             runs,
             merged,
             graph,
@@ -68,6 +71,18 @@ impl Program {
             num_in_place: 0,
             notes: None,
         }
+    }
+
+    /// Whether a buffer keeps a result from replay to replay.
+    pub(in crate::graph) fn is_kept_frozen(&self, buffer: usize) -> bool {
+        self.graph.buffers[buffer].made_by().is_some_and(|node| self.frozen[node])
+    }
+
+    /// The weights that frozen results are computed from.
+    pub(in crate::graph) fn frozen_weights(&self) -> BTreeSet<usize> {
+        let frozen = (0..self.runs.len()).filter(|&node| self.runs[node] && self.frozen[node]);
+        let read = frozen.flat_map(|node| self.accesses(node).0);
+        read.filter(|&buffer| self.graph.buffers[buffer].made_by().is_none()).collect()
     }
 
     /// Has a buffer be the memory of an earlier one.

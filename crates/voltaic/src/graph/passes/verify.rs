@@ -8,6 +8,7 @@ use super::program::Program;
 pub(super) fn check(program: &Program, before: &Program) -> Result<(), String> {
     reads_follow_writes(program)?;
     merged_buffers_are_alike(program)?;
+    frozen_results_hold(program)?;
     let (now, then) = (effects(program), effects(before));
     match then.difference(&now).next() {
         Some((node, buffer)) => Err(format!("node {node} no longer writes buffer {buffer}")),
@@ -35,6 +36,26 @@ fn reads_follow_writes(program: &Program) -> Result<(), String> {
         writes.into_iter().for_each(|buffer| is_there[buffer] = true);
     }
     Ok(())
+}
+
+/// What is frozen reads what was there before or is frozen, too, and nothing else writes to that or to the results.
+fn frozen_results_hold(program: &Program) -> Result<(), String> {
+    let was_there = |buffer: usize| program.graph.buffers[buffer].made_by().is_none();
+    let mut constants = BTreeSet::new();
+    for index in (0..program.runs.len()).filter(|&node| program.runs[node] && program.frozen[node]) {
+        let (reads, writes) = program.accesses(index);
+        if reads.iter().any(|&buffer| !was_there(buffer) && !program.is_kept_frozen(buffer)) {
+            return Err(format!("frozen node {index} reads what is not"));
+        }
+        constants.extend(reads.into_iter().chain(writes));
+    }
+    let others = (0..program.runs.len()).filter(|&node| program.runs[node] && !program.frozen[node]);
+    let mut writes =
+        others.flat_map(|node| program.accesses(node).1.into_iter().map(move |buffer| (node, buffer)));
+    match writes.find(|(_, buffer)| constants.contains(buffer)) {
+        Some((node, buffer)) => Err(format!("node {node} writes to buffer {buffer}, which is frozen")),
+        None => Ok(()),
+    }
 }
 
 /// A merged buffer is as large as the earlier one that it is, which is no other's, and neither is used outside of the graph.

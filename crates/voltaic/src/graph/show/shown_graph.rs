@@ -92,7 +92,7 @@ pub(super) struct PlacedPiece {
 
 impl Side {
     fn new(program: &Program, plan: &GraphPlan) -> Self {
-        let pieces: Vec<PlacedPiece> = pieces(&program.graph, &program.runs)
+        let pieces: Vec<PlacedPiece> = pieces(program)
             .into_iter()
             .map(|piece| {
                 let (buffer, start) = match piece.owner {
@@ -111,6 +111,9 @@ impl Side {
         for (node, bytes) in in_use.into_iter().enumerate().filter(|(node, _)| program.runs[*node]) {
             if bytes > totals.peak_bytes {
                 (totals.peak_bytes, totals.peak_at) = (bytes, node);
+            }
+            if program.frozen[node] {
+                continue;
             }
             let (read, written) = traffic(&program.graph, node);
             totals.num_calls += 1;
@@ -195,7 +198,7 @@ impl ShownGraph {
 
     /// Why an operator that runs is no part of a chain, or a chain that ends there is not longer; none of those that do not run.
     pub fn why(&self, node: usize) -> Option<String> {
-        if !self.program.runs[node] {
+        if !self.program.runs[node] || self.program.frozen[node] {
             return None;
         }
         let notes = self.program.notes.as_ref()?;
@@ -217,6 +220,7 @@ impl ShownGraph {
         }
         let left_out = self.program.notes.as_ref().and_then(|notes| notes.left_out.get(&node));
         match left_out {
+            _ if self.program.runs[node] && self.program.frozen[node] => "constant",
             _ if self.program.runs[node] => "alone",
             Some(&"common_subexpressions") => "equal",
             Some(&"concatenations") => "joined",

@@ -18,6 +18,7 @@ impl ShownGraph {
     pub fn text(&self, all: bool) -> String {
         let mut text = format!("{}\n\n{}", self.label(), self.totals());
         text.push_str(&self.chain_lines());
+        text.push_str(&self.frozen_line());
         text.push_str(&self.why_lines());
         if all {
             text.push_str("\noperators\n");
@@ -87,6 +88,16 @@ impl ShownGraph {
             _ = writeln!(text, "{}", cut(line.trim_end(), WIDTH));
         }
         text
+    }
+
+    /// How many results are kept from replay to replay, and why no more are.
+    fn frozen_line(&self) -> String {
+        match self.plan_stats().num_frozen {
+            0 => "\nconstant: no operator; a step that trains its weights does not freeze them\n".to_owned(),
+            number => format!(
+                "\nconstant: {number} operators run in the first replay only; a step that trains its weights does not freeze them\n"
+            ),
+        }
     }
 
     /// Why operators run by themselves, with how many of each name.

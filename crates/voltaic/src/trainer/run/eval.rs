@@ -6,7 +6,7 @@ use crate::accelerator::rng;
 use crate::data::{Batch, DataLoader, EpochRange, Stage};
 use crate::distributed::{AbsentRanks, collective_scope};
 use crate::error::{Error, Result};
-use crate::ffi::InferenceMode;
+use crate::ffi::{InferenceMode, note_writes};
 use crate::module::{BatchFacts, Hook, LightningModule, NotImplemented, StepOutput};
 use crate::nn::{set_training, set_training_modes, training_modes};
 use crate::profiler::actions;
@@ -174,6 +174,7 @@ impl<M: LightningModule> Session<'_, M> {
         let _inference = infers.then(InferenceMode::enter).transpose()?;
         self.run.engine.strategy.begin_forward(self.module, true)?;
         self.run.log.metrics.begin_eval()?;
+        note_writes(); // strategies may have given weights other values without a new version
         body(self)
     }
 
