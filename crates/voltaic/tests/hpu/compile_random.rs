@@ -1,16 +1,17 @@
 //! Random programs with views, writes in place, casts and strides, compiled, forward and backward, beside a run in float64: compiled is as
-//! near to it as the code is.
+//! near to it as the code is. Then without gradients, with what depends on weights alone frozen, while weights change between calls.
 //!
 //! `VOLTAIC_FUZZ=7` runs the program of a seed, `VOLTAIC_FUZZ=100..200` those of many.
 
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use tch::{Kind, Tensor};
-use voltaic::graph::Compiler;
-use voltaic::nn::Forward;
+use voltaic::graph::{CompileOptions, Compiler, GraphedModule};
+use voltaic::nn::{Forward, Parameter};
 use voltaic::{Module, ffi};
 
 use crate::compile::{distance, factors};
+use crate::compile_freezing::FREEZES;
 use crate::random_runs::{cases, some};
 use crate::support::{CPU, HPU, start};
 
@@ -31,6 +32,8 @@ enum Step {
     Cast(u8, usize),
     /// Softmax, or the norm of a layer, whose weight or bias is a part of the second.
     Normalize(u8, usize, usize),
+    /// Of the weight alone; or the weight itself, which later steps may write to.
+    Weight(u8),
 }
 
 #[derive(Module, Debug)]
@@ -39,30 +42,43 @@ struct Program {
     shape: Shape,
     #[module(skip)]
     steps: Vec<Step>,
+    weight: Parameter,
 }
 
 impl Program {
-    fn of(seed: u64) -> Self {
+    fn of(seed: u64, (device, kind): (tch::Device, Kind)) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
         let shape = [[1, 1], [3, 4], [4, 4], [1, 7], [9, 1], [5, 300], [64, 33]][rng.random_range(0..7)];
         let count = rng.random_range(4..16);
         let steps = (0..count).map(|_| {
             let (kind, a, b) = (rng.random_range(0..8), rng.random_range(0..5), rng.random_range(0..5));
-            match rng.random_range(0..18) {
+            match rng.random_range(0..20) {
                 0..4 => Step::Unary(kind, a),
                 4..8 => Step::Binary(kind, a, b),
                 8..10 => Step::Repeated(kind, a, b),
                 10..12 => Step::View(kind, a),
                 12..14 => Step::InPlace(kind, a, b),
                 14 => Step::Cast(kind, a),
+                18.. => Step::Weight(kind),
                 _ => Step::Normalize(kind, a, b),
             }
         });
-        Self { shape, steps: steps.collect() }
+        let steps = steps.collect();
+        let weight = Parameter::new(Tensor::zeros(shape, (kind, device)));
+        _ = weight.set_requires_grad(false);
+        Self { shape, steps, weight }
+    }
+
+    /// Gives the weight the same numbers in each format.
+    fn set_weight(&self, numbers: &Tensor) {
+        let _no_grad = tch::no_grad_guard();
+        self.weight.leaf().shallow_clone().copy_(numbers);
     }
 
     fn run(&self, x: &Tensor) -> anyhow::Result<Tensor> {
-        let mut all = vec![x.f_mul_scalar(1.5)?, x.f_mul_scalar(0.5)?]; // the input itself cannot be written
+        let weight = self.weight.leaf();
+        // the input itself cannot be written
+        let mut all = vec![weight.f_mul_scalar(0.5)?.f_tanh()?, x.f_mul_scalar(1.5)?, x.f_mul_scalar(0.5)?];
         for step in &self.steps {
             let at = |back: usize| all[all.len() - 1 - back % all.len()].shallow_clone();
             let next = match *step {
@@ -73,6 +89,8 @@ impl Program {
                 Step::InPlace(kind, a, b) => in_place(kind, &at(a), &at(b))?,
                 Step::Cast(kind, a) => cast(kind, &at(a))?,
                 Step::Normalize(kind, a, b) => normalized(kind, &at(a), &at(b))?,
+                Step::Weight(7) => weight.f_detach()?,
+                Step::Weight(kind) => unary(kind, weight)?,
             };
             all.push(next);
         }
@@ -191,48 +209,93 @@ struct Counts {
     nonsense: usize,
     replays: u64,
     fused: usize,
+    frozen: usize,
+}
+
+/// A program in float64, as code, and compiled, with the same weight.
+struct Forms {
+    exact: Program,
+    eager: Program,
+    own: GraphedModule<Program>,
+}
+
+impl Forms {
+    fn of(seed: u64, format: (tch::Device, Kind), options: CompileOptions) -> Result<Self, String> {
+        let compiler = Compiler::new("hpu_backend").map_err(|e| e.to_string())?.options(options);
+        Ok(Self {
+            exact: Program::of(seed, (CPU, Kind::Double)),
+            eager: Program::of(seed, format),
+            own: compiler.wrap(Program::of(seed, format)),
+        })
+    }
+
+    fn set_weight(&self, numbers: &Tensor) {
+        [&self.exact, &self.eager, self.own.module()].iter().for_each(|program| program.set_weight(numbers));
+    }
+
+    /// What differs in a call; none if the code is refused.
+    fn compare(&self, x: &Tensor, has_grad: bool, call: u32) -> Result<Option<()>, String> {
+        let (device, kind) = (self.eager.weight.device(), self.eager.weight.kind());
+        let input = x.to_kind(kind).to_device(device);
+        let run = |code: &dyn Fn(&Tensor) -> anyhow::Result<Tensor>, x: &Tensor| match has_grad {
+            true => passes(code, x),
+            false => tch::no_grad(|| Ok([code(x)?, Tensor::zeros([1], (kind, device))])),
+        };
+        // autograd refuses some writes
+        let exact = run(&|x| self.exact.run(x), &x.to_kind(Kind::Double));
+        let (Ok(exact), Ok(eager)) = (exact, run(&|x| self.eager.run(x), &input)) else { return Ok(None) };
+        let own = run(&|x| self.own.forward(x), &input).map_err(|error| format!("compiled: {error}"))?;
+        // what is off may add up to little in the code by chance; without gradients more is fused
+        let unit = match (kind, has_grad) {
+            (Kind::Float, true) => 1e-6,
+            (Kind::Float, false) => 4e-6,
+            _ => 8e-2,
+        };
+        for (index, what) in ["result", "gradient"].into_iter().enumerate() {
+            if own[index].kind() != eager[index].kind() {
+                return Err(format!("{what} of call {call}: {:?}", own[index].kind()));
+            }
+            let (off, usual) = (distance(&own[index], &exact[index]), distance(&eager[index], &exact[index]));
+            if off.is_nan() || off > 3.0 * usual + unit {
+                return Err(format!("{what} of call {call} is off by {off}, that of the code by {usual}"));
+            }
+        }
+        Ok(Some(()))
+    }
 }
 
 /// What differs in a case; nothing if the code itself is refused.
 fn case(seed: u64, counts: &mut Counts) -> Result<(), String> {
-    let program = Program::of(seed);
     ffi::manual_seed(seed).map_err(|e| e.to_string())?;
-    let x = Tensor::randn(program.shape, (Kind::Double, CPU));
+    let format = ([CPU, HPU][seed as usize % 2], [Kind::Float, Kind::BFloat16][seed as usize / 2 % 2]);
     counts.programs += 1;
-    let (device, kind) =
-        ([CPU, HPU][seed as usize % 2], [Kind::Float, Kind::BFloat16][seed as usize / 2 % 2]);
-    let net = Compiler::new("hpu_backend").map_err(|e| e.to_string())?.wrap(Program::of(seed));
-    for step in 0..4 {
-        // the same numbers in each format
-        let x = (&x + f64::from(step) * 0.25).to_kind(Kind::BFloat16);
-        let input = x.to_kind(kind).to_device(device);
-        // autograd refuses some writes
-        let runs = [x.to_kind(Kind::Double), input.shallow_clone()].map(|x| passes(|x| program.run(x), &x));
-        let [Ok(exact), Ok(eager)] = runs else {
-            counts.nonsense += 1;
-            return Ok(());
-        };
-        let own = passes(|x| net.forward(x), &input).map_err(|error| format!("compiled: {error}"))?;
-        // what is off may add up to little in the code by chance
-        let unit = if kind == Kind::Float { 1e-6 } else { 8e-2 };
-        for (index, what) in ["result", "gradient"].into_iter().enumerate() {
-            if own[index].kind() != eager[index].kind() {
-                return Err(format!("{what} of call {step}: {:?}", own[index].kind()));
+    for (options, has_grad) in [(CompileOptions::default(), true), (FREEZES, false)] {
+        let forms = Forms::of(seed, format, options)?;
+        let numbers = || Tensor::randn(forms.exact.shape, (Kind::Float, CPU)).to_kind(Kind::BFloat16);
+        let x = numbers();
+        for call in 0..5 {
+            if call % 3 == 0 || call == 2 && seed.is_multiple_of(3) {
+                forms.set_weight(&numbers());
             }
-            let (off, usual) = (distance(&own[index], &exact[index]), distance(&eager[index], &exact[index]));
-            if off.is_nan() || off > 3.0 * usual + unit {
-                return Err(format!(
-                    "{what} of call {step} is off by {off}, that of the code by {usual}\n  {program:?}"
-                ));
+            let x = (&x + f64::from(call) * 0.25).to_kind(Kind::BFloat16);
+            let compared = forms.compare(&x, has_grad, call);
+            if compared
+                .map_err(|error| format!("{error}, has_grad {has_grad}\n  {:?}", forms.eager))?
+                .is_none()
+            {
+                counts.nonsense += usize::from(has_grad);
+                break;
             }
         }
+        let plans = forms.own.plan_stats();
+        counts.replays += forms.own.stats().hits;
+        counts.fused += plans.iter().map(|plan| plan.num_fused).sum::<usize>();
+        counts.frozen += plans.iter().map(|plan| plan.num_frozen).sum::<usize>();
+        if let Some(refusal) = forms.own.refusal() {
+            return Err(format!("refused: {refusal}\n  {:?}", forms.eager));
+        }
     }
-    counts.replays += net.stats().hits;
-    counts.fused += net.plan_stats().iter().map(|plan| plan.num_fused).sum::<usize>();
-    match net.refusal() {
-        Some(refusal) => Err(format!("refused: {refusal}\n  {program:?}")),
-        None => Ok(()),
-    }
+    Ok(())
 }
 
 #[test]
@@ -242,5 +305,9 @@ fn compiled_programs_are_as_exact_as_the_code() {
     cases("", some(150, 10_000), |seed| case(seed, &mut counts).map(|()| true));
     println!("{counts:?}");
     assert!(2 * counts.nonsense <= counts.programs, "{counts:?}");
-    assert!(counts.programs < 10 || (counts.replays > 0 && counts.fused > counts.programs), "{counts:?}");
+    assert!(
+        counts.programs < 10
+            || (counts.replays > 0 && counts.fused > counts.programs && counts.frozen > counts.programs),
+        "{counts:?}"
+    );
 }
