@@ -439,7 +439,10 @@ impl ModelCheckpoint {
             return;
         }
         if ctx.is_global_zero() {
-            tracing::info!("writing what the resumed run ended before, at global_step {}", ctx.global_step());
+            tracing::info!(
+                "writing the files of global_step {} that the resumed run had not written",
+                ctx.global_step()
+            );
         }
         self.update_last(ctx, newest.or_else(|| self.state.newest.clone()), None);
     }
