@@ -261,19 +261,10 @@ fn refused(arguments: &[&str]) -> Vec<String> {
 
 #[test]
 fn the_problems_of_all_sections_are_reported_together() {
-    let lines = refused(&[
-        "--model=Gpt",
-        "--data=ShakespeareData",
-        "--data.num_workers=-1",
-        "--trainer.precision=bf17",
-        "--trainer.max_epochs=-2",
-        "--trainer.nonsense=1",
-        "--trainer.limit_val_batches=x",
-        "--optimizer=SGD",
-        "--optimizer.lr=-1",
-        "--lr_scheduler=StepLR",
-        "--lr_scheduler.step_size=0",
-    ]);
+    let wrong = "--model=Gpt --data=ShakespeareData --data.num_workers=-1 --trainer.precision=bf17 --trainer.max_epochs=-2 \
+        --trainer.nonsense=1 --trainer.limit_val_batches=x --optimizer=SGD --optimizer.lr=-1 --lr_scheduler=StepLR \
+        --lr_scheduler.step_size=0";
+    let lines = refused(&wrong.split_whitespace().collect::<Vec<_>>());
     for key in [
         "data.num_workers (from command line): ",
         "trainer.nonsense (from command line): unknown key",

@@ -57,19 +57,11 @@ fn arguments(key: &Key) -> Vec<String> {
         _ => "Mlp",
     };
     let data = if model == "Gpt" { "ShakespeareData" } else { "MnistData" };
-    let mut words: Vec<String> = [
-        "fit",
-        "--trainer.accelerator=cpu",
-        "--trainer.fast_dev_run=true",
-        "--trainer.enable_progress_bar=false",
-        "--trainer.max_steps=1",
-        "--trainer.limit_train_batches=1",
-        "--trainer.limit_val_batches=1",
-    ]
-    .map(str::to_owned)
-    .to_vec();
-    words.insert(1, format!("--model={model}"));
-    words.insert(2, format!("--data={data}"));
+    let fit = format!(
+        "fit --model={model} --data={data} --trainer.accelerator=cpu --trainer.fast_dev_run=true --trainer.max_steps=1 \
+         --trainer.limit_train_batches=1 --trainer.limit_val_batches=1 --trainer.enable_progress_bar=false"
+    );
+    let mut words: Vec<String> = fit.split_whitespace().map(str::to_owned).collect();
     // all at once where the number of batches may be what is tried
     let batch_size = if key.key.starts_with("trainer.") { 20_000 } else { 2 };
     words.push(format!("--data.batch_size={batch_size}"));

@@ -215,24 +215,15 @@ const TP_2: &str = "--trainer.strategy.tensor_parallel.tp_size=2";
 const RUN: &str = "lightning_logs/version_0";
 const TEXT: &str = "the cat sat on the mat and the dog ran to the hat of the cat, then sat. ";
 
-/// Trains a small GPT on a text, and gives the option that names its checkpoint.
-fn trained(folder: &Path) -> String {
-    std::fs::write(folder.join("text.txt"), TEXT.repeat(40)).unwrap();
-    let fit = [
-        "fit",
-        "--model=Gpt",
-        "--model.n_layer=2",
-        "--model.n_embd=32",
-        "--model.block_size=24",
-        "--data=ShakespeareData",
-        "--data.text_file=text.txt",
-        "--data.context_length=24",
-        "--data.batch_size=16",
-        "--trainer.max_steps=60",
-        "--trainer.max_epochs=-1",
-        "--optimizer=AdamW",
-        "--optimizer.lr=0.01",
-    ];
+/// A small GPT that reads text.txt.
+pub const MODEL: &str = "--model=Gpt --model.n_layer=2 --model.n_embd=32 --model.block_size=24 --data=ShakespeareData \
+    --data.text_file=text.txt --data.context_length=24 --data.batch_size=16 --trainer.enable_progress_bar=false";
+
+/// Trains a small GPT on this text, and gives the option that names its checkpoint.
+pub fn trained(folder: &Path, text: &str) -> String {
+    std::fs::write(folder.join("text.txt"), text.repeat(40)).unwrap();
+    let fit = "fit --trainer.max_steps=60 --trainer.max_epochs=-1 --optimizer=AdamW --optimizer.lr=0.01";
+    let fit: Vec<&str> = fit.split_whitespace().chain(MODEL.split_whitespace()).collect();
     let (is_ok, _, errors) = voltaic(folder, &fit);
     assert!(is_ok, "{errors}");
     let files = std::fs::read_dir(folder.join(RUN).join("checkpoints")).unwrap();
@@ -245,7 +236,7 @@ fn trained(folder: &Path) -> String {
 #[test]
 fn the_command_line_continues_prompts() {
     let folder = tempfile::tempdir().unwrap();
-    let path = trained(folder.path());
+    let path = trained(folder.path(), TEXT);
     let generate = |more: &[&str]| {
         let arguments = [&["generate", &path, "--max_new_tokens=40"][..], more].concat();
         let (is_ok, text, errors) = voltaic(folder.path(), &arguments);

@@ -382,21 +382,15 @@ fn what_cannot_be_written_is_refused_at_its_first_batch() {
 #[test]
 fn the_command_line_names_what_was_written() {
     let folder = TempDir::new().unwrap();
+    let predict = "predict --model=Mlp --data=MnistData --data.batch_size=4 --trainer.accelerator=cpu \
+        --trainer.limit_predict_batches=2 --trainer.callbacks+=PredictionWriter";
     let output = std::process::Command::new(env!("CARGO_BIN_EXE_voltaic"))
-        .args([
-            "predict",
-            "--model=Mlp",
-            "--data=MnistData",
-            "--data.batch_size=4",
-            "--trainer.accelerator=cpu",
-        ])
-        .args(["--trainer.limit_predict_batches=2", "--trainer.callbacks+=PredictionWriter"])
+        .args(predict.split_whitespace())
         .arg(format!("--trainer.callbacks.output_dir={}", folder.path().join("out").display()))
         .current_dir(folder.path())
         .output()
         .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    let text = text_of(&output);
     let lines: Vec<&str> = text.lines().collect();
     assert_eq!(lines.len(), 3, "{text}");
     assert_eq!(lines[0].split(' ').count(), 4);

@@ -348,17 +348,10 @@ fn each_rank_has_a_report() {
 fn the_command_line_names_profilers_and_their_settings() {
     let folder = TempDir::new().unwrap();
     let fit = |arguments: &[&str]| {
+        let fit = "fit --model=LeNet --data=MnistData --data.batch_size=8 --trainer.max_steps=2 \
+            --trainer.limit_val_batches=0 --trainer.logger=false --trainer.enable_checkpointing=false";
         let output = std::process::Command::new(env!("CARGO_BIN_EXE_voltaic"))
-            .args([
-                "fit",
-                "--model=LeNet",
-                "--data=MnistData",
-                "--data.batch_size=8",
-                "--trainer.max_steps=2",
-            ])
-            .args(["--trainer.limit_val_batches=0", "--trainer.logger=false"])
-            .args(["--trainer.enable_checkpointing=false"])
-            .args(arguments)
+            .args(fit.split_whitespace().chain(arguments.iter().copied()))
             .current_dir(folder.path())
             .env("OMP_NUM_THREADS", "1")
             .output()
@@ -392,15 +385,10 @@ fn the_command_line_names_profilers_and_their_settings() {
 #[test]
 fn habanas_own_profiler_excludes_ours() {
     let run = |value: &str, profiler: &str| {
+        let fit = "fit --model=LeNet --data=MnistData --trainer.max_steps=1 --trainer.limit_val_batches=0 \
+            --trainer.logger=false --trainer.enable_checkpointing=false";
         let output = std::process::Command::new(env!("CARGO_BIN_EXE_voltaic"))
-            .args([
-                "fit",
-                "--model=LeNet",
-                "--data=MnistData",
-                "--trainer.max_steps=1",
-                "--trainer.limit_val_batches=0",
-            ])
-            .args(["--trainer.logger=false", "--trainer.enable_checkpointing=false", profiler])
+            .args(fit.split_whitespace().chain([profiler]))
             .current_dir(TempDir::new().unwrap().path())
             .envs([("OMP_NUM_THREADS", "1"), ("HABANA_PROFILE", value)])
             .output()

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::generation::voltaic;
+use crate::generation::{MODEL, trained, voltaic};
 
 const TEXT: &str = "the cat sat on the mat and the dog sat on the log. ";
 
@@ -16,24 +16,8 @@ fn run(folder: &Path, arguments: &[&str]) -> (String, String) {
 fn a_quantized_gpt_validates_and_generates() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    std::fs::write(folder.join("text.txt"), TEXT.repeat(40)).unwrap();
-    let model = [
-        "--model=Gpt",
-        "--model.n_layer=2",
-        "--model.n_embd=32",
-        "--model.block_size=24",
-        "--data=ShakespeareData",
-        "--data.text_file=text.txt",
-        "--data.context_length=24",
-        "--data.batch_size=16",
-        "--trainer.enable_progress_bar=false",
-    ];
-    let fit =
-        ["--trainer.max_steps=60", "--trainer.max_epochs=-1", "--optimizer=AdamW", "--optimizer.lr=0.01"];
-    run(folder, &[&["fit"][..], &model, &fit].concat());
-    let files = std::fs::read_dir(folder.join("lightning_logs/version_0/checkpoints")).unwrap();
-    let checkpoint = files.map(|file| file.unwrap().path()).find(|path| path.extension().unwrap() == "ckpt");
-    let checkpoint = format!("--ckpt_path={}", checkpoint.unwrap().display());
+    let checkpoint = trained(folder, TEXT);
+    let model: Vec<&str> = MODEL.split_whitespace().collect();
 
     // the configuration beside the checkpoint is used
     let quantize = ["quantize", &checkpoint, "--stage=validate", "--output=small.safetensors"];

@@ -40,13 +40,9 @@ fn losses_on_hpu(
     let root = TempDir::new().unwrap();
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_voltaic"));
     command.current_dir(root.path()).env("OMP_NUM_THREADS", "1").envs(variables.iter().copied());
-    command.args([
-        "fit",
-        "--trainer.accelerator=hpu",
-        "--trainer.max_steps=3",
-        "--trainer.limit_val_batches=0",
-    ]);
-    command.args(["--trainer.log_every_n_steps=1", "--trainer.enable_checkpointing=false"]);
+    let fit = "fit --trainer.accelerator=hpu --trainer.max_steps=3 --trainer.limit_val_batches=0 \
+        --trainer.log_every_n_steps=1 --trainer.enable_checkpointing=false";
+    command.args(fit.split_whitespace());
     command.arg(format!("--trainer.precision={precision}")).arg("--config").arg(recipe).args(arguments);
     let output = command.output().unwrap();
     let printed = String::from_utf8_lossy(&output.stderr).into_owned();
