@@ -46,7 +46,7 @@ pub(crate) fn fold(
 
 /// Half of the lanes with the other half, again and again: few additions have to wait for another one.
 #[inline(always)]
-fn join_lanes(mut lanes: [f32; LANES], join: impl Fn(f32, f32) -> f32) -> f32 {
+pub(crate) fn join_lanes(mut lanes: [f32; LANES], join: impl Fn(f32, f32) -> f32) -> f32 {
     for width in [LANES / 2, LANES / 4, LANES / 8, LANES / 16] {
         for i in 0..width {
             lanes[i] = join(lanes[i], lanes[i + width]);

@@ -28,6 +28,7 @@ mod threads;
 mod update;
 mod views;
 
+pub use attention::cached::{CacheFormat, CachedAttention, CachedRows, attend_cached};
 pub use attention::factor::{Factor, FactorOf, FactorScratch};
 pub use attention::head::{AttentionHead, GradHead};
 pub use attention::heads::{Attention, HeadTensor, attention, attention_backward};

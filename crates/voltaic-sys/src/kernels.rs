@@ -55,6 +55,47 @@ pub struct vt_attention {
     pub log_sum_exp: vt_rows,
 }
 
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct vt_cached_rows {
+    pub rows: *mut c_void,
+    pub strides: [i64; 2],
+    pub cache: *mut c_void,
+    pub bytes: i32,
+    pub format: i32,
+    pub dim: i64,
+    pub scale: f32,
+}
+
+#[repr(C)]
+pub struct vt_cached_attention {
+    pub dtype: i32,
+    pub scale: f32,
+    pub batches: i64,
+    pub heads: i64,
+    pub capacity: i64,
+    pub slot: i64,
+    pub positions: *const i64,
+    pub query: *mut c_void,
+    pub strides: [i64; 2],
+    pub out: *mut c_void,
+    pub keys: vt_cached_rows,
+    pub values: vt_cached_rows,
+}
+
+#[repr(C)]
+pub struct vt_cached_tensors {
+    pub query: vt_tensor,
+    pub key: vt_tensor,
+    pub value: vt_tensor,
+    pub keys: vt_tensor,
+    pub values: vt_tensor,
+    pub slot: vt_tensor,
+    pub positions: vt_tensor,
+    pub key_scale_inv: vt_tensor,
+    pub value_scale_inv: vt_tensor,
+}
+
 pub const VT_ADAM: i32 = 0;
 pub const VT_SGD: i32 = 1;
 pub const VT_ADAGRAD: i32 = 2;
@@ -224,6 +265,7 @@ pub struct vt_kernels {
     >,
     pub attention: Option<extern "C" fn(attention: *const vt_attention) -> i32>,
     pub attention_backward: Option<extern "C" fn(attention: *const vt_attention) -> i32>,
+    pub attend_cached: Option<extern "C" fn(attention: *const vt_cached_attention) -> i32>,
     pub convolves_by_taps: Option<extern "C" fn(convolution: *const vt_convolution) -> i32>,
     pub convolves: Option<extern "C" fn(convolution: *const vt_convolution) -> i32>,
     pub convolution: Option<

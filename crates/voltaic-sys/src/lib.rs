@@ -636,6 +636,8 @@ unsafe extern "C" {
         is_done: *mut i32,
     ) -> *mut vt_error;
 
+    pub fn vt_attend_cached(tensors: *const vt_cached_tensors, out: *mut vt_tensor) -> *mut vt_error;
+
     pub fn vt_install_float8(kernels: *const vt_float8_kernels) -> *mut vt_error;
     pub fn vt_fp8_cast(
         input: vt_tensor,

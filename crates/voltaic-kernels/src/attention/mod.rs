@@ -1,5 +1,6 @@
 //! Attention.
 
+pub(crate) mod cached;
 pub(crate) mod factor;
 pub(crate) mod head;
 pub(crate) mod heads;

@@ -89,6 +89,7 @@ impl<T: Element> AttentionHead<'_, T> {
         let out = sized(&mut scratch.block, dim);
         let block = query..query + 1;
         let mut sums = [(0.0, 0.0)];
+        out.fill(0.0);
         run_vectorized(Scores { query: self.query.row(query), key: self.key, scores });
         run_vectorized(Softmax { head: self, block, scores, weights, sums: &mut sums });
         run_vectorized(WeightedSum { weights, value: self.value, out });

@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::attention::head::{AttentionHead, GradHead};
 use crate::attention::rows::Rows;
 use crate::element::Element;
-use crate::kernel::{Kernel, LANES, dot, fold};
+use crate::kernel::{Kernel, LANES, dot, fold, join_lanes};
 use crate::math::exp;
 
 /// Numbers from the start of a row that are worked on to have the first `visible`: compilers are slow at what is left
@@ -16,13 +16,13 @@ fn whole_lanes(row: &[f32], visible: usize) -> usize {
 }
 
 /// The products of a query with the first keys, as many as there are scores.
-pub(crate) struct Scores<'a, T> {
-    pub query: &'a [T],
+pub(crate) struct Scores<'a, Q, T> {
+    pub query: &'a [Q],
     pub key: Rows<'a, T>,
     pub scores: &'a mut [f32],
 }
 
-impl<T: Element> Kernel for Scores<'_, T> {
+impl<Q: Element, T: Element> Kernel for Scores<'_, Q, T> {
     type Output = ();
 
     #[inline(always)]
@@ -37,12 +37,12 @@ impl<T: Element> Kernel for Scores<'_, T> {
                     *lane = a.to_f32().mul_add(b.to_f32(), *lane);
                 }
             }
-            *score = lanes.into_iter().sum::<f32>() + rest;
+            *score = join_lanes(lanes, |a, b| a + b) + rest;
         }
     }
 }
 
-/// The sum of the first values by their weights.
+/// Adds the sum of the first values by their weights.
 pub(crate) struct WeightedSum<'a, T> {
     pub weights: &'a [f32],
     pub value: Rows<'a, T>,
@@ -54,9 +54,18 @@ impl<T: Element> Kernel for WeightedSum<'_, T> {
 
     #[inline(always)]
     fn run(self) {
-        self.out.fill(0.0);
-        for (i, weight) in self.weights.iter().enumerate() {
-            for (sum, value) in self.out.iter_mut().zip(self.value.row(i)) {
+        // four rows at a time, in the order of one after the other
+        let (fours, rest) = self.weights.as_chunks::<4>();
+        for (i, [a, b, c, d]) in fours.iter().enumerate() {
+            let row = |more| self.value.row(4 * i + more);
+            let rows = row(0).iter().zip(row(1)).zip(row(2).iter().zip(row(3)));
+            for (sum, ((in_a, in_b), (in_c, in_d))) in self.out.iter_mut().zip(rows) {
+                let two = in_b.to_f32().mul_add(*b, in_a.to_f32().mul_add(*a, *sum));
+                *sum = in_d.to_f32().mul_add(*d, in_c.to_f32().mul_add(*c, two));
+            }
+        }
+        for (i, weight) in rest.iter().enumerate() {
+            for (sum, value) in self.out.iter_mut().zip(self.value.row(4 * fours.len() + i)) {
                 *sum = value.to_f32().mul_add(*weight, *sum);
             }
         }
@@ -84,6 +93,23 @@ impl<T: Element, C: Element> Kernel for Softmax<'_, '_, T, C> {
         for ((i, (scores, weights)), sum) in self.block.zip(rows).zip(self.sums) {
             *sum = softmax(scores, weights, self.head.visible(i + 1), self.head.scale);
         }
+    }
+}
+
+/// [`Softmax`] of the first scores of one query. Gives what the weights are to be divided by.
+pub(crate) struct OneRow<'a> {
+    pub scores: &'a mut [f32],
+    pub weights: &'a mut [f32],
+    pub visible: usize,
+    pub scale: f32,
+}
+
+impl Kernel for OneRow<'_> {
+    type Output = f32;
+
+    #[inline(always)]
+    fn run(self) -> f32 {
+        softmax(self.scores, self.weights, self.visible, self.scale).1
     }
 }
 

@@ -33,6 +33,30 @@ typedef struct {
   vt_rows log_sum_exp; // float32
 } vt_attention;
 
+// Keys or values of attention with a cache: the newest rows, [batch, head, dim] by strides in numbers, and all, [batch, head, slot, dim],
+// dense. A number has 4 bytes, 2 (bfloat16), or 1 of a format of vt_float8, which is multiplied by `scale`.
+typedef struct {
+  void *rows;
+  int64_t strides[2];
+  void *cache;
+  int32_t bytes, format;
+  int64_t dim;
+  float scale;
+} vt_cached_rows;
+
+// Attention of the newest token of each sequence, whose key and value go to a slot of the cache. `positions` are how many tokens of the
+// sequence lie in the slots before.
+typedef struct {
+  int32_t dtype; // of query and out
+  float scale;
+  int64_t batches, heads, capacity, slot;
+  const int64_t *positions;
+  void *query;
+  int64_t strides[2]; // of the query, by batch and head
+  void *out;          // dense
+  vt_cached_rows keys, values;
+} vt_cached_attention;
+
 // A convolution of images without groups or dilation, channels last in memory. Pairs are of height and width.
 typedef struct {
   int32_t dtype;
@@ -144,6 +168,7 @@ typedef struct {
   int32_t (*bernoulli)(int32_t dtype, vt_mt19937 *generator, double p, void *output, int64_t len);
   int32_t (*attention)(const vt_attention *attention);
   int32_t (*attention_backward)(const vt_attention *attention);
+  int32_t (*attend_cached)(const vt_cached_attention *attention);
   // Whether the gradient of the weights is to be one product for each tap of the kernel: 1, 0, or VT_KERNEL_FAILED.
   int32_t (*convolves_by_taps)(const vt_convolution *convolution);
   // Which of the following are to compute a convolution, as vt_convolves, or VT_KERNEL_FAILED; null for none ever.
@@ -177,6 +202,14 @@ vt_error *vt_install_kernels(const vt_kernels *kernels);
 // rules that do not count. is_done: 1, with `grads` emptied, or 0 if there is no kernel for these tensors, with nothing done.
 vt_error *vt_update_lists(const vt_list *params, vt_list *grads, const vt_list *const *states, size_t num_states,
                           const vt_list *rounded, const double *steps, const vt_update_rule *rule, int32_t *is_done);
+
+// The operator voltaic::attend_cached, which is there with the kernel of this name: output [batch, heads, 1, dim]. `query`, `key` and
+// `value` are so, caches [batch, heads, slot, dim]; `slot` has one int64, `positions` one for each sequence. The inverses of scales may be
+// null, or have one number. The output is the caller's.
+typedef struct {
+  vt_tensor query, key, value, keys, values, slot, positions, key_scale_inv, value_scale_inv;
+} vt_cached_tensors;
+vt_error *vt_attend_cached(const vt_cached_tensors *tensors, vt_tensor *out);
 
 // ---- float8 ----
 

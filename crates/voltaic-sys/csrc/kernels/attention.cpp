@@ -1,8 +1,10 @@
 // Attention, written in Rust, in the place of libtorch's for the CPU.
 #include "kernels/kernels.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_cpu_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
+#include <c10/core/GradMode.h>
 
 namespace voltaic {
 namespace {
@@ -108,9 +110,73 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor &grad, const 
   return {std::move(grad_query), std::move(grad_key), std::move(grad_value)};
 }
 
+bool is_float8(const Tensor &tensor) {
+  return tensor.scalar_type() == at::kFloat8_e4m3fn || tensor.scalar_type() == at::kFloat8_e5m2;
+}
+
+// The newest keys or values of queries, and the cache that they go to.
+vt_cached_rows cached_rows(const Tensor &query, const Tensor &rows, const Tensor &cache, const OptionalTensor &scale_inv) {
+  const auto fits = [&](const Tensor &tensor) {
+    return tensor.dim() == 4 && tensor.size(0) == query.size(0) && tensor.size(1) == query.size(1);
+  };
+  TORCH_CHECK(fits(rows) && fits(cache) && rows.size(2) == 1 && rows.size(3) == cache.size(3) && rows.stride(3) == 1 &&
+                  is_dense(cache, at::MemoryFormat::Contiguous) && rows.scalar_type() == cache.scalar_type() &&
+                  (has_rust_dtype(cache) || is_float8(cache)),
+              "rows ", rows.sizes(), " and a cache ", cache.sizes(), " of ", cache.scalar_type(), " for queries ", query.sizes());
+  TORCH_CHECK(!scale_inv.has_value() || (scale_inv->numel() == 1 && scale_inv->scalar_type() == at::kFloat), "one scale is needed");
+  vt_cached_rows all{};
+  all.rows = const_cast<void *>(rows.const_data_ptr());
+  all.strides[0] = rows.stride(0);
+  all.strides[1] = rows.stride(1);
+  all.cache = cache.mutable_data_ptr();
+  all.bytes = static_cast<int32_t>(cache.element_size());
+  all.format = cache.scalar_type() == at::kFloat8_e5m2 ? VT_E5M2 : VT_E4M3;
+  all.dim = cache.size(3);
+  all.scale = scale_inv.has_value() ? *scale_inv->const_data_ptr<float>() : 1;
+  return all;
+}
+
+Tensor attend_cached(const Tensor &query, const Tensor &key, const Tensor &value, const Tensor &keys, const Tensor &values,
+                     const Tensor &slot, const Tensor &positions, const OptionalTensor &key_scale_inv,
+                     const OptionalTensor &value_scale_inv) {
+  TORCH_CHECK(query.dim() == 4 && query.size(2) == 1 && query.stride(3) == 1 && is_plain(query) && has_rust_dtype(query) &&
+                  keys.dim() == 4 && values.dim() == 4 && query.size(3) == keys.size(3) && keys.size(2) == values.size(2),
+              "queries ", query.sizes(), ", keys ", keys.sizes(), " and values ", values.sizes());
+  TORCH_CHECK(slot.numel() == 1 && positions.numel() == query.size(0) && positions.is_contiguous() &&
+                  slot.scalar_type() == at::kLong && positions.scalar_type() == at::kLong,
+              "a slot and a position for each sequence are needed");
+  Tensor out = at::empty({query.size(0), query.size(1), 1, values.size(3)}, query.options());
+  vt_cached_attention call{};
+  call.dtype = dtype_of(query);
+  call.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(query.size(3))));
+  call.batches = query.size(0);
+  call.heads = query.size(1);
+  call.capacity = keys.size(2);
+  call.slot = *slot.const_data_ptr<int64_t>();
+  call.positions = positions.const_data_ptr<int64_t>();
+  call.query = const_cast<void *>(query.const_data_ptr());
+  call.strides[0] = query.stride(0);
+  call.strides[1] = query.stride(1);
+  call.out = out.mutable_data_ptr();
+  call.keys = cached_rows(query, key, keys, key_scale_inv);
+  call.values = cached_rows(query, value, values, value_scale_inv);
+  is_done(rust.attend_cached(&call));
+  return out;
+}
+
+void define_attend_cached() {
+  static auto *library = new torch::Library(torch::Library::FRAGMENT, "voltaic", std::nullopt, __FILE__, __LINE__);
+  library->def("attend_cached(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slot, Tensor positions, "
+               "Tensor? key_scale_inv, Tensor? value_scale_inv) -> Tensor");
+  static auto *kernels = new torch::Library(torch::Library::IMPL, "voltaic", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  kernels->impl("attend_cached", &attend_cached);
+}
+
 } // namespace
 
 void install_attention(torch::Library &library) {
+  if (rust.attend_cached != nullptr)
+    define_attend_cached();
   if (rust.attention == nullptr)
     return;
   library.impl("_scaled_dot_product_flash_attention_for_cpu", &attention);
@@ -118,3 +184,16 @@ void install_attention(torch::Library &library) {
 }
 
 } // namespace voltaic
+
+using namespace voltaic;
+
+vt_error *vt_attend_cached(const vt_cached_tensors *tensors, vt_tensor *out) {
+  return voltaic::guard([&] {
+    const c10::NoGradGuard no_grad;
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("voltaic::attend_cached", "").typed<decltype(attend_cached)>();
+    const auto optional = [](vt_tensor tensor) { return tensor == nullptr ? std::nullopt : OptionalTensor(*tensor); };
+    *out = new Tensor(op.call(*tensors->query, *tensors->key, *tensors->value, *tensors->keys, *tensors->values, *tensors->slot,
+                              *tensors->positions, optional(tensors->key_scale_inv), optional(tensors->value_scale_inv)));
+  });
+}

@@ -74,6 +74,7 @@ pub use ranks::process::{die_with_parent, handles_or_ignores, ignores, signal_gr
 pub use ranks::seal::{JobSecret, SEAL_BYTES};
 pub use ranks::shared_sum::{HostPeers, OwnRegion, Summing, next_ticket, shares_memory};
 pub use reach::Lent;
+pub use tensor::attention::{CachedStates, attend_cached};
 pub use tensor::autocast::{
     AutocastPolicy, Cast, autocast_lists_version, autocast_state, clear_autocast_cache, enter_autocast,
     leave_autocast, observe_casts, operator_names, reset_autocast_lists, set_autocast_lists,

@@ -4,8 +4,11 @@ use std::cell::{Cell, RefCell};
 
 use tch::{Kind, Tensor};
 
+use crate::accelerator::HpuEmulator;
+use crate::device::Device;
 use crate::dtype::bytes_of;
 use crate::error::{ModuleError, Problem, Result};
+use crate::ffi::{self, CachedStates};
 use crate::nn::KvCacheLayer;
 use crate::nn::functional::scaled_dot_product_attention;
 
@@ -36,6 +39,8 @@ struct Step {
     positions: Tensor,
     /// bool `[batch, 1, time, keys]`; none if the tokens see all up to themselves.
     mask: Option<Tensor>,
+    /// A kernel writes the token to the caches, and reads the part of them that is filled.
+    by_kernel: bool,
 }
 
 impl std::fmt::Debug for KvCache {
@@ -89,10 +94,13 @@ impl KvCache {
         let is_static = self.is_static.get();
         let keys = if is_static { self.capacity } else { end };
         let slots = Tensor::f_arange_start(start, end, (Kind::Int64, tch::Device::Cpu))?;
-        let padding = Tensor::f_from_slice(&self.padding)?;
-        let positions = slots.f_unsqueeze(0)?.f_sub(&padding.f_unsqueeze(1)?)?.f_clamp_min(0)?;
+        let places =
+            self.padding.iter().flat_map(|padding| (start..end).map(move |slot| (slot - padding).max(0)));
+        let positions = Tensor::f_from_slice(&places.collect::<Vec<_>>())?.f_view([-1, time])?;
         let is_padded = self.padding.iter().any(|&padding| padding > 0);
-        let mask = if is_padded || is_static || (start > 0 && time > 1) {
+        let by_kernel = time == 1 && self.attends_by_kernel()?;
+        let mask = if !by_kernel && (is_padded || is_static || (start > 0 && time > 1)) {
+            let padding = Tensor::f_from_slice(&self.padding)?;
             let key = Tensor::f_arange(keys, (Kind::Int64, tch::Device::Cpu))?.f_view([1, 1, keys])?;
             let query = slots.f_view([1, time, 1])?;
             let is_seen =
@@ -115,10 +123,25 @@ impl KvCache {
             None => {
                 let mask = mask.map(|mask| mask.f_to_device(device)).transpose()?;
                 let (slots, positions) = (slots.f_to_device(device)?, positions.f_to_device(device)?);
-                *step = Some(Step { start, time, slots, positions, mask });
+                *step = Some(Step { start, time, slots, positions, mask, by_kernel });
             }
         }
         Ok(())
+    }
+
+    /// Whether a kernel attends from one token to what the layers have cached so far.
+    fn attends_by_kernel(&self) -> Result<bool> {
+        let layers = self.layers.borrow();
+        let Some([first, _]) = layers.first().filter(|_| ffi::has_attention_kernel()) else {
+            return Ok(false);
+        };
+        let is_host = match Device::of(first)? {
+            Device::Cpu => true,
+            Device::Hpu(_) => HpuEmulator::get().is_some(),
+            Device::Cuda(_) => false,
+        };
+        let is_known = |tensor: &Tensor| matches!(tensor.kind(), Kind::Float | Kind::BFloat16 | Kind::Uint8);
+        Ok(is_host && layers.iter().flatten().all(is_known))
     }
 
     /// Ends the pass: its tokens are seen.
@@ -202,6 +225,9 @@ impl KvCache {
             layers.push([empty(&key)?, empty(&value)?]);
         }
         let [keys, values] = &mut layers[layer];
+        if step.by_kernel {
+            return attend_cached([query, &key, &value], [keys, values], by, step);
+        }
         let is_static = self.is_static.get();
         let (keys, values) = if is_static {
             let _ = keys.f_index_copy_(2, &step.slots, &key)?;
@@ -235,6 +261,35 @@ impl KvCache {
     pub fn last(&self, output: &Tensor) -> Result<Tensor> {
         Ok(output.f_select(1, -1)?)
     }
+}
+
+/// Attends by the kernel, from one token of each sequence.
+fn attend_cached(
+    [query, key, value]: [&Tensor; 3],
+    [keys, values]: [&Tensor; 2],
+    by: Option<[&KvCacheLayer; 2]>,
+    step: &Step,
+) -> Result<Tensor> {
+    let formats = match by {
+        None => [None, None],
+        Some([k_cache, v_cache]) => [k_cache.format(keys)?, v_cache.format(values)?],
+    };
+    let as_numbers = |tensor: &Tensor, format: &Option<(Kind, Tensor)>| match format {
+        Some((kind, _)) => tensor.f_view_dtype(*kind),
+        None => Ok(tensor.shallow_clone()),
+    };
+    let [of_keys, of_values] = &formats;
+    let [key, keys] = [as_numbers(key, of_keys)?, as_numbers(keys, of_keys)?];
+    let [value, values] = [as_numbers(value, of_values)?, as_numbers(values, of_values)?];
+    let states = [(&key, &keys, of_keys), (&value, &values, of_values)];
+    let states = states.map(|(new, kept, format)| CachedStates {
+        new,
+        kept,
+        scale_inv: format.as_ref().map(|(_, scale_inv)| scale_inv),
+    });
+    let dtype = if query.kind() == Kind::BFloat16 { Kind::BFloat16 } else { Kind::Float };
+    let out = ffi::attend_cached(&query.f_to_kind(dtype)?, states, &step.slots, &step.positions)?;
+    Ok(out.f_to_kind(query.kind())?)
 }
 
 fn no_pass() -> crate::error::Error {

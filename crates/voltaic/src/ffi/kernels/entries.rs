@@ -7,13 +7,18 @@ use voltaic_sys as sys;
 
 use super::guard::{guard, guard_chosen, guard_done, guard_some};
 use crate::kernels::{
-    self, Attention, BatchNorm, BatchNormGrads, BatchedProduct, Bf16, Chain, ChainInput, ChainOp,
-    ChainOutput, ChainStep, Convolution, ConvolutionKernel, Dtype, FactorKernel, Floats, FloatsMut,
-    HeadTensor, Mt19937, Part, ProductKernel, RowPairs, slice_mut_of, slice_of,
+    self, Attention, BatchNorm, BatchNormGrads, BatchedProduct, Bf16, CacheFormat, CachedAttention,
+    CachedRows, Chain, ChainInput, ChainOp, ChainOutput, ChainStep, Convolution, ConvolutionKernel, Dtype,
+    FactorKernel, Float8Format, Floats, FloatsMut, HeadTensor, Mt19937, Part, ProductKernel, RowPairs,
+    slice_mut_of, slice_of,
 };
 
 fn dtype_of(dtype: i32) -> Dtype {
     if dtype == sys::VT_FLOAT32 { Dtype::Float32 } else { Dtype::Bfloat16 }
+}
+
+pub(super) fn format_of(format: i32) -> Float8Format {
+    if format == sys::VT_E4M3 { Float8Format::E4m3 } else { Float8Format::E5m2 }
 }
 
 fn sizes<const N: usize>(sizes: [i64; N]) -> [usize; N] {
@@ -456,6 +461,44 @@ pub(super) extern "C" fn attention(call: *const sys::vt_attention) -> i32 {
 pub(super) extern "C" fn attention_backward(call: *const sys::vt_attention) -> i32 {
     // SAFETY: as above.
     guard_chosen("attention_backward", || unsafe { attend(call, kernels::attention_backward) })
+}
+
+pub(super) extern "C" fn attend_cached(call: *const sys::vt_cached_attention) -> i32 {
+    // SAFETY: the shim passes a description of tensors, all of which live during the call; the output is new.
+    guard_done("attend_cached", || unsafe { attend_to_cache(&*call) })
+}
+
+/// # Safety
+/// The description must be one of tensors that are there.
+unsafe fn attend_to_cache(call: &sys::vt_cached_attention) {
+    let rows = |rows: &sys::vt_cached_rows| CachedRows {
+        new: rows.rows,
+        strides: rows.strides.map(|stride| stride as isize),
+        cache: rows.cache,
+        format: match rows.bytes {
+            4 => CacheFormat::Float32,
+            2 => CacheFormat::Bfloat16,
+            _ => CacheFormat::Float8(format_of(rows.format)),
+        },
+        dim: rows.dim as usize,
+        scale: rows.scale,
+    };
+    // SAFETY: as this function asks.
+    unsafe {
+        kernels::attend_cached(&CachedAttention {
+            dtype: dtype_of(call.dtype),
+            scale: call.scale,
+            heads: call.heads as usize,
+            capacity: call.capacity as usize,
+            slot: call.slot as usize,
+            positions: slice_of(call.positions, call.batches as usize),
+            query: call.query,
+            strides: call.strides.map(|stride| stride as isize),
+            out: call.out,
+            keys: rows(&call.keys),
+            values: rows(&call.values),
+        });
+    }
 }
 
 /// # Safety

@@ -5,12 +5,12 @@ use std::sync::OnceLock;
 
 use voltaic_sys as sys;
 
-use super::entries::{floats, floats_mut};
+use super::entries::{floats, floats_mut, format_of};
 use super::guard::{failure, guard_done, guard_some};
 use super::host::hand_in_host;
 use crate::error::TorchError;
 use crate::ffi::check::check;
-use crate::kernels::{self, Bf16, Float8Format, Matrix, MatrixMut, slice_mut_of, slice_of};
+use crate::kernels::{self, Bf16, Matrix, MatrixMut, slice_mut_of, slice_of};
 
 /// Defines the operators on float8, once.
 pub(in crate::ffi) fn define_float8() -> Result<(), TorchError> {
@@ -23,10 +23,6 @@ pub(in crate::ffi) fn define_float8() -> Result<(), TorchError> {
             check("install_float8", unsafe { sys::vt_install_float8(&table) })
         })
         .clone()
-}
-
-fn format_of(format: i32) -> Float8Format {
-    if format == sys::VT_E4M3 { Float8Format::E4m3 } else { Float8Format::E5m2 }
 }
 
 extern "C" fn cast(

@@ -215,6 +215,6 @@ mod tests {
         }
         let mut entries = 0;
         visit(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ffi/kernels"), &mut entries);
-        assert_eq!(entries, 28);
+        assert_eq!(entries, 29);
     }
 }

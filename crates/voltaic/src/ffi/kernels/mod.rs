@@ -99,6 +99,7 @@ pub fn install_kernels() -> Result<bool> {
         bernoulli: (serves(Operator::Bernoulli) && draws_by_mt19937()?).then_some(entries::bernoulli as _),
         attention: serves(Operator::Attention).then_some(entries::attention as _),
         attention_backward: serves(Operator::Attention).then_some(entries::attention_backward as _),
+        attend_cached: serves(Operator::Attention).then_some(entries::attend_cached as _),
         convolves_by_taps: Some(entries::convolves_by_taps),
         convolves: kernels::convolves(&machine).then_some(entries::convolves as _),
         convolution: Some(entries::convolution),

@@ -1,5 +1,6 @@
 //! Tensors: devices and storage, operators on lists of them, states of random generators, autocast.
 
+pub(super) mod attention;
 pub(super) mod autocast;
 pub(super) mod device;
 pub(super) mod float8;

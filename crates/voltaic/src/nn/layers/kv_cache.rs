@@ -75,4 +75,13 @@ impl KvCacheLayer {
             _ => Ok(kept.shallow_clone()),
         }
     }
+
+    /// What the bytes that [`KvCacheLayer::quantize`] gave are: their dtype, and the number that they are multiplied by. None if it gave
+    /// the states as they are.
+    pub(crate) fn format(&self, kept: &Tensor) -> Result<Option<(Kind, Tensor)>> {
+        match self.compute.get() {
+            Compute::Quantized(layer) => layer.format_of_codes(kept).map(Some),
+            _ => Ok(None),
+        }
+    }
 }

@@ -302,6 +302,12 @@ impl Quantized {
         Ok(numbers.f_to_kind(dtype)?)
     }
 
+    /// What codes on a device are: their dtype, and the number that they are multiplied by.
+    pub(crate) fn format_of_codes(&self, codes: &Tensor) -> Result<(Kind, Tensor)> {
+        let call = self.begin(codes)?;
+        Ok((self.dtype, self.input(&call.scales, 0)?.scale.scale_inv.shallow_clone()))
+    }
+
     /// Attention of queries, keys and values; `weights` makes weights of scores.
     pub(crate) fn attend(
         &self,
