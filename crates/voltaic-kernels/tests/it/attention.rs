@@ -203,14 +203,15 @@ impl Cache {
     }
 }
 
+const CACHE_FORMATS: [CacheFormat; 4] = [
+    CacheFormat::Float32,
+    CacheFormat::Bfloat16,
+    CacheFormat::Float8(Float8Format::E4m3),
+    CacheFormat::Float8(Float8Format::E5m2),
+];
+
 #[test]
 fn the_newest_tokens_attend_to_the_filled_part_of_a_cache_as_in_float64() {
-    let formats = [
-        CacheFormat::Float32,
-        CacheFormat::Bfloat16,
-        CacheFormat::Float8(Float8Format::E4m3),
-        CacheFormat::Float8(Float8Format::E5m2),
-    ];
     let mut random = Random::new(9);
     for round in 0..120 {
         use_threads(1 + round % 4);
@@ -223,7 +224,7 @@ fn the_newest_tokens_attend_to_the_filled_part_of_a_cache_as_in_float64() {
         let mut query = Heads::new(&mut random, dtype, [batches, heads, 1, 40]);
         // the tokens before the newest are there
         let mut of = |dim: usize| {
-            let format = random.one_of(&formats);
+            let format = random.one_of(&CACHE_FORMATS);
             let mut cache = Cache::new(format, batches * heads * capacity * dim);
             for head in 0..batches * heads {
                 let first = slot - positions[head / heads] as usize;

@@ -165,19 +165,27 @@ OptionalTensor product_of_few_rows(const Tensor &a, const Tensor &b, const Tenso
   if (is_known == 0)
     return std::nullopt;
   const Tensor wide = widened(a, at::kFloat).contiguous();
-  const auto of_each = [&](const Tensor &numbers, int64_t number) {
-    return numbers.to(at::kFloat).reshape({-1}).expand({number}).contiguous();
-  };
-  const Tensor by_row = of_each(a_scale_inv, rows), by_column = of_each(b_scale_inv, columns);
-  const Tensor row = bias.has_value() ? of_each(*bias, columns) : Tensor();
+  // one number, or one for each
+  const auto dense_floats = [](const Tensor &numbers) { return numbers.to(at::kFloat).contiguous(); };
+  const Tensor by_row = dense_floats(a_scale_inv), by_column = dense_floats(b_scale_inv);
+  TORCH_CHECK((by_row.numel() == 1 || by_row.numel() == rows) && (by_column.numel() == 1 || by_column.numel() == columns),
+              "a scale is needed for all rows and columns, or one for each");
+  const Tensor row = bias.has_value() ? dense_floats(bias->expand({columns})) : Tensor();
   Tensor out = at::empty({rows, columns}, wide.options());
   auto *sums = out.mutable_data_ptr<float>();
   multiply(wide.const_data_ptr<float>(), sums);
   const auto *scales = by_column.const_data_ptr<float>(), *added = bias.has_value() ? row.const_data_ptr<float>() : nullptr;
+  const bool has_one = by_column.numel() == 1;
   for (int64_t i = 0; i < rows; ++i, sums += columns) {
-    const float scale = by_row.const_data_ptr<float>()[i];
+    const float scale = by_row.const_data_ptr<float>()[by_row.numel() == 1 ? 0 : i];
+    if (has_one && added == nullptr) {
+      const float of_all = *scales;
+      for (int64_t j = 0; j < columns; ++j)
+        sums[j] = sums[j] * scale * of_all;
+      continue;
+    }
     for (int64_t j = 0; j < columns; ++j)
-      sums[j] = sums[j] * scale * scales[j] + (added == nullptr ? 0 : added[j]);
+      sums[j] = sums[j] * scale * scales[has_one ? 0 : j] + (added == nullptr ? 0 : added[j]);
   }
   return out;
 }

@@ -11,7 +11,7 @@ use crate::config::setters;
 use crate::device::Device;
 use crate::distributed::{ProcessGroup, ReduceOp};
 use crate::error::{ModuleError, Problem, Result};
-use crate::graph::HpuGraph;
+use crate::graph::{HpuGraph, label_shown};
 use crate::nn::{Module, ModuleExt, training_modes};
 
 /// A model of language that says what comes next.
@@ -207,7 +207,7 @@ impl<'a, M: CausalLm + ?Sized> Generator<'a, M> {
         sequences: &mut [Sequence],
         device: Device,
     ) -> anyhow::Result<bool> {
-        let graph = self.config.use_graph.then(|| HpuGraph::on(device));
+        let graph = self.config.use_graph.then(|| HpuGraph::on(device).compiled());
         let mut replayed: Option<(Tensor, Tensor)> = None;
         if graph.is_some() {
             cache.make_static();
@@ -228,6 +228,7 @@ impl<'a, M: CausalLm + ?Sized> Generator<'a, M> {
                     cache.begin(1, device.into())?;
                     let input = tokens.f_to_device(device.into())?;
                     let logits = graph.capture(|| self.model.next_logits(&input, cache))?;
+                    label_shown(graph.stats().count(), || "a token".to_owned());
                     cache.end();
                     *replayed = Some((input, logits.shallow_clone()));
                     logits
@@ -335,4 +336,25 @@ fn last_tokens(sequences: &[Sequence], context: i64) -> (Vec<i64>, Vec<i64>) {
         padding.push((time - last.len()) as i64);
     }
     (tokens, padding)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::graph::shown;
+    use crate::models::{Gpt, GptConfig};
+
+    #[test]
+    fn the_step_of_a_token_is_compiled() {
+        assert!(crate::ffi::install_kernels().unwrap());
+        let mut gpt = Gpt::new(GptConfig { n_layer: 2, ..GptConfig::tiny() }).unwrap();
+        gpt.eval();
+        let config = GenerationConfig { max_new_tokens: 4, use_graph: true, ..GenerationConfig::default() };
+        let generate = || Generator::new(&gpt, config).unwrap().generate(&[vec![1, 2], vec![3]]).unwrap();
+        let (_, graphs) = shown(generate);
+        let [step] = &graphs[..] else { panic!("{} graphs", graphs.len()) };
+        // of each layer: two norms with the sums before them, four products, attention, GELU; and the first sum, two embeddings, the head
+        let calls = step.compiled().num_calls;
+        assert!(calls <= 2 * 8 + 6, "{calls} calls:\n{}", step.text(true));
+    }
 }

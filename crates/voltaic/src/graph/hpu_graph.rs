@@ -10,6 +10,7 @@ use tch::Tensor;
 use super::capture::{Capture, check_not_capturing};
 use super::compiled::{CompiledGraph, Segment};
 use super::ir::Graph;
+use super::options::CompileConfig;
 use super::passes::Passes;
 use super::places::{check_inputs, fill};
 use super::plan::PlanStats;
@@ -64,6 +65,8 @@ struct GraphState {
     /// On a CUDA device: its index, and the driver's graph in place of `graph`.
     cuda: Option<(usize, Option<CudaGraph>)>,
     is_capturing: bool,
+    /// What changes what was captured.
+    passes: Passes,
     /// The capture in progress, unless it is the driver's.
     capture: Option<Capture>,
     /// Nothing was captured, since the code works on a Gaudi card.
@@ -151,6 +154,13 @@ impl HpuGraph {
     pub fn on(device: Device) -> Self {
         let cuda = if let Device::Cuda(index) = device { Some((index, None)) } else { None };
         Self { state: RefCell::new(GraphState { cuda, ..GraphState::default() }) }
+    }
+
+    /// The same with the passes of [`compile`](super::compile()) over what is captured, unless the environment turns them off.
+    #[must_use]
+    pub(crate) fn compiled(mut self) -> Self {
+        self.state.get_mut().passes = Passes::of(Some(CompileConfig::default()));
+        self
     }
 
     /// Gives the weights of `module` their names, for messages and when the graph is printed.
@@ -246,7 +256,7 @@ impl HpuGraph {
         let recordings = capture.end()?;
         let compiled = recordings
             .graphs(&state.names)
-            .and_then(|graphs| recordings.compile(graphs, &state.inputs, Passes::NONE));
+            .and_then(|graphs| recordings.compile(graphs, &state.inputs, state.passes));
         state.graph = match compiled {
             Err(Error::Graph(error @ GraphError::OnCard { .. })) => {
                 static HAS_WARNED: AtomicBool = AtomicBool::new(false);
