@@ -185,10 +185,16 @@ fn how_to_rename(missing: &[String], unexpected: &[String]) -> String {
         prefixes.filter(|prefix| prefix.ends_with('.')).find(fits).map(str::to_owned)
     };
     if let Some(prefix) = prefix_of(unexpected, missing) {
-        return format!("take the prefix `{prefix}` off the names of the state");
+        return format!(
+            "take the prefix `{prefix}` off the names of the state, of a file by convert --rename={prefix}="
+        );
     }
     match prefix_of(missing, unexpected) {
-        Some(prefix) => format!("put the prefix `{prefix}` before the names of the state"),
+        Some(prefix) => {
+            format!(
+                "put the prefix `{prefix}` before the names of the state, of a file by convert --rename=={prefix}"
+            )
+        }
         None => "load it into a module like the one that it was saved from, or rename the tensors".to_owned(),
     }
 }
