@@ -43,6 +43,20 @@ impl ConfigError {
         Self { problems: vec![ConfigProblem::at(key, problem)] }
     }
 
+    /// The same with the key of the place in front of all keys.
+    #[must_use]
+    pub(crate) fn within(mut self, place: &str) -> Self {
+        self.problems = self.problems.into_iter().map(|problem| problem.within(place)).collect();
+        self
+    }
+
+    /// The same with the key of the place where a class was chosen in front; a class has only its own name.
+    #[must_use]
+    pub(crate) fn below(mut self, place: &str) -> Self {
+        self.problems = self.problems.into_iter().map(|problem| problem.below(place)).collect();
+        self
+    }
+
     /// How to fix it: the remedy of a single problem, of several those with their keys, one line each.
     pub fn remedy(&self) -> Cow<'_, str> {
         match &self.problems[..] {
@@ -70,16 +84,12 @@ impl ConfigProblem {
         Self { key: key.into(), origin: String::new(), problem }
     }
 
-    /// The same with the key of the place in front.
-    #[must_use]
-    pub(crate) fn within(mut self, place: &str) -> Self {
+    fn within(mut self, place: &str) -> Self {
         self.key = format!("{place}.{}", self.key);
         self
     }
 
-    /// The same with the key of the place where the class was chosen in front; a class has only its own name.
-    #[must_use]
-    pub(crate) fn below(mut self, place: &str) -> Self {
+    fn below(mut self, place: &str) -> Self {
         if let Some((class, argument)) = self.key.split_once('.')
             && class.starts_with(|c: char| c.is_ascii_uppercase())
         {

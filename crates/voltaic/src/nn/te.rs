@@ -268,14 +268,7 @@ pub(crate) fn fp8_layers(module: &dyn Module) -> Vec<(String, Arc<Fp8Meta>)> {
 pub(crate) fn prepare_fp8(module: &dyn Module, settings: &Fp8Settings) -> Result<()> {
     if settings.replace_layers {
         convert(module, settings).map_err(|error| match error {
-            Error::Config(error) => ConfigError {
-                problems: error
-                    .problems
-                    .into_iter()
-                    .map(|problem| problem.within("trainer.plugins"))
-                    .collect(),
-            }
-            .into(),
+            Error::Config(error) => error.within("trainer.plugins").into(),
             error => error,
         })?;
     }

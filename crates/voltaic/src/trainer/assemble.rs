@@ -89,8 +89,9 @@ pub(crate) fn resolve(config: &mut TrainerConfig, parts: &mut BuilderParts) -> R
         let what = "barebones=true switches logging off, but the builder was given a logger";
         problems.push(ConfigProblem::new("trainer.logger", what, "remove one of the two"));
     }
-    let of_profiler = build_profiler(config, parts).err().into_iter().flat_map(|error| error.problems);
-    problems.extend(of_profiler.map(|problem| problem.below("trainer.profiler")));
+    if let Err(error) = build_profiler(config, parts) {
+        problems.extend(error.below("trainer.profiler").problems);
+    }
     if config.barebones {
         config.logger = Some(Loggers::Flag(false));
         config.enable_checkpointing = Some(false);
@@ -179,8 +180,9 @@ fn build_callbacks(config: &TrainerConfig, parts: &mut BuilderParts) -> (Searche
             }
             callback => callback.build().map(|callback| parts.callbacks.push(callback)),
         };
-        let found = problem.err().into_iter().flat_map(|error| error.problems);
-        problems.extend(found.map(|problem| problem.below(&format!("trainer.callbacks.{index}"))));
+        if let Err(error) = problem {
+            problems.extend(error.below(&format!("trainer.callbacks.{index}")).problems);
+        }
     }
     (searches, problems)
 }

@@ -85,9 +85,7 @@ impl Fp8Settings {
             }
         };
         let recipe = recipe.cloned().unwrap_or_default();
-        recipe.check().map_err(|error| ConfigError {
-            problems: error.problems.into_iter().map(|problem| problem.within(plugin)).collect(),
-        })?;
+        recipe.check().map_err(|error| error.within(plugin))?;
         Ok(Some(Self { recipe: Arc::new(recipe), inference, ..own }))
     }
 }

@@ -187,12 +187,9 @@ fn given_precision(
         }
     };
     let fp8 = match plugins.first() {
-        Some((index, _, plugin)) => plugin.fp8(precision).map_err(|error| {
-            let place = format!("trainer.plugins.{index}");
-            ConfigError {
-                problems: error.problems.into_iter().map(|problem| problem.below(&place)).collect(),
-            }
-        })?,
+        Some((index, _, plugin)) => {
+            plugin.fp8(precision).map_err(|error| error.below(&format!("trainer.plugins.{index}")))?
+        }
         None => (precision == Precision::Fp8).then(Fp8Settings::default),
     };
     Ok(Some(GivenPrecision { key, written, precision, fp8 }))

@@ -92,7 +92,7 @@ pub(crate) fn resolve_precision(
             let index =
                 config.plugins.iter().position(|it| matches!(it, PluginConfig::HpuPrecisionPlugin(_)));
             let place = format!("trainer.plugins.{}", index.unwrap_or(0));
-            problems.0.extend(error.problems.into_iter().map(|problem| problem.below(&place)));
+            problems.0.extend(error.below(&place).problems);
             PrecisionPlan::default()
         }
         Err(error) => {
