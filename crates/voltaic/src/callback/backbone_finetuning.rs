@@ -10,7 +10,7 @@ use crate::data::Stage;
 use crate::error::ConfigError;
 use crate::lightning::Callback;
 use crate::module::HookContext;
-use crate::nn::{Member, Module, ModuleExt};
+use crate::nn::{Member, Module, ModuleExt, Parameter, is_member};
 
 /// What [`BackboneFinetuning`] freezes, and until when.
 #[derive(Defaults, Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -54,7 +54,7 @@ impl BackboneFinetuning {
         let config = &self.config;
         let mut found = false;
         each_module(module, "", &mut |fqn, module| {
-            if fqn != config.backbone && !self.is_of_backbone(fqn) {
+            if fqn != config.backbone && !is_member(fqn, &config.backbone) {
                 return;
             }
             found = true;
@@ -81,10 +81,6 @@ impl BackboneFinetuning {
         Ok(())
     }
 
-    fn is_of_backbone(&self, fqn: &str) -> bool {
-        fqn.strip_prefix(&self.config.backbone).is_some_and(|rest| rest.starts_with('.'))
-    }
-
     fn unfreeze_if_due(&mut self, ctx: &HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
         let is_due = ctx.current_epoch() >= self.config.unfreeze_backbone_at_epoch;
         if self.is_frozen && is_due { self.set_frozen(module, false) } else { Ok(()) }
@@ -107,12 +103,15 @@ impl Callback for BackboneFinetuning {
     }
 
     fn on_fit_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
-        self.set_frozen(module, true)?; // the mode, too
+        self.set_frozen(module, true)?; // again for the mode, which the trainer has set since
         let optimizers = ctx.optimizers().iter().flat_map(|optimizer| optimizer.param_groups());
         let known: HashSet<&str> =
             optimizers.flat_map(|group| group.params()).map(|(fqn, _)| fqn.as_str()).collect();
         let all = module.named_parameters().into_iter();
-        let mut frozen = all.filter(|(fqn, weight)| self.is_of_backbone(fqn) && !weight.requires_grad());
+        let is_frozen = |(fqn, weight): &(String, Parameter)| {
+            is_member(fqn, &self.config.backbone) && !weight.requires_grad()
+        };
+        let mut frozen = all.filter(is_frozen);
         let Some((fqn, _)) = frozen.find(|(fqn, _)| !known.contains(fqn.as_str())) else { return Ok(()) };
         let what = format!(
             "no optimizer has {fqn}, which is to be trained from epoch {} on",
