@@ -8,7 +8,7 @@ use std::process::Command;
 
 use crate::cli::args::BundleArgs;
 use crate::cli::outcome::Failure;
-use crate::error::ConfigError;
+use crate::error::{ConfigError, Error};
 
 /// Libraries of glibc, which belong to the machine.
 const OF_GLIBC: [&str; 8] =
@@ -21,9 +21,8 @@ pub(in crate::cli) fn bundle(arguments: &BundleArgs) -> Result<String, Failure> 
     let BundleArgs { folder, program } = arguments;
     let program = match program {
         Some(program) => program.clone(),
-        None => std::env::current_exe().map_err(|error| failure("the program that runs", &error))?,
+        None => std::env::current_exe().map_err(|error| failed("find", "the program that runs", error))?,
     };
-    let refuse = |what: String, remedy: &'static str| Failure::from(ConfigError::new("bundle", what, remedy));
     let name = program.file_name().filter(|_| program.is_file());
     let Some(name) = name else {
         let what = format!("there is no program {}", program.display());
@@ -55,30 +54,29 @@ fn fill(
     libraries: &[(String, PathBuf)],
 ) -> Result<u64, Failure> {
     let (lib, to) = (folder.join(LIB), folder.join(name));
-    let failed = |path: &Path, error: io::Error| failure(&path.display().to_string(), &error);
-    fs::create_dir_all(&lib).map_err(|error| failed(&lib, error))?;
-    let mut bytes = fs::copy(program, &to).map_err(|error| failed(&to, error))?;
+    fs::create_dir_all(&lib).map_err(|error| failed("create", &lib, error))?;
+    let mut bytes = fs::copy(program, &to).map_err(|error| failed("write", &to, error))?;
     for (name, from) in libraries {
         let to = lib.join(name);
-        bytes += copy(from, &to).map_err(|error| failed(&to, error))?;
+        bytes += copy(from, &to).map_err(|error| failed("write", &to, error))?;
     }
-    let lib = lib.canonicalize().map_err(|error| failed(&lib, error))?;
+    let lib = lib.canonicalize().map_err(|error| failed("find", &lib, error))?;
     let loaded = self::libraries(Command::new("ldd").arg(&to).env_remove("LD_LIBRARY_PATH"))?;
     let Some((library, path)) = loaded.iter().find(|(_, path)| !path.starts_with(&lib)) else {
         return Ok(bytes);
     };
     let what = format!("{} looks for {library} in {}", program.display(), path.display());
     let remedy = "call voltaic_build::link() in its build.rs, which makes it look beside itself";
-    Err(ConfigError::new("bundle", what, remedy).into())
+    Err(refuse(what, remedy))
 }
 
 /// Names and paths of the libraries that a program loads, but those of glibc.
 fn libraries(ldd: &mut Command) -> Result<Vec<(String, PathBuf)>, Failure> {
-    let shown = ldd.output().map_err(|error| failure("ldd", &error))?;
+    let shown = ldd.output().map_err(|error| failed("run", "ldd", error))?;
     let text = String::from_utf8_lossy(&shown.stdout);
     if !shown.status.success() {
         let said = String::from_utf8_lossy(&shown.stderr);
-        return Err(failure("ldd", &said.trim()));
+        return Err(refuse(format!("ldd says: {}", said.trim()), "give a program of this machine's kind"));
     }
     let mut found = Vec::new();
     for line in text.lines() {
@@ -89,7 +87,7 @@ fn libraries(ldd: &mut Command) -> Result<Vec<(String, PathBuf)>, Failure> {
         // `libc10.so => /place/of/libc10.so (0x00007f01fedb1000)`
         let path = place.rsplit_once(" (").map(|(path, _)| PathBuf::from(path)).filter(|path| path.is_file());
         let Some(path) = path else {
-            return Err(failure(name, &place));
+            return Err(refuse(format!("{name} is not found"), "set LD_LIBRARY_PATH to its folder"));
         };
         found.push((name.to_owned(), path));
     }
@@ -105,6 +103,10 @@ fn copy(from: &Path, to: &Path) -> io::Result<u64> {
     Ok(fs::metadata(to)?.len())
 }
 
-fn failure(what: &str, error: &dyn std::fmt::Display) -> Failure {
-    Failure::run(anyhow::anyhow!("cannot bundle: {what}: {error}"))
+fn refuse(what: String, remedy: &'static str) -> Failure {
+    ConfigError::new("bundle", what, remedy).into()
+}
+
+fn failed(action: &'static str, path: impl AsRef<Path>, error: io::Error) -> Failure {
+    Failure::run(Error::io(action, path, error).into())
 }
