@@ -94,18 +94,10 @@ fn a_damaged_one_is_passed_over() {
     assert_error!(last_step(folder.path()), "not a readable checkpoint");
 }
 
-/// Notes where `last.ckpt` leads whenever something has been done.
-struct Watched(Arc<Mutex<Vec<String>>>, PathBuf);
+/// Calls a function after each file that is written, linked or removed.
+struct AfterEach<F>(F);
 
-impl Watched {
-    fn note(&self) {
-        let leads =
-            if self.1.symlink_metadata().is_err() || self.1.exists() { "somewhere" } else { "nowhere" };
-        self.0.lock().unwrap().push(leads.to_owned());
-    }
-}
-
-impl CheckpointIo for Watched {
+impl<F: FnMut() + Send> CheckpointIo for AfterEach<F> {
     fn save_checkpoint(
         &mut self,
         checkpoint: &Checkpoint,
@@ -113,19 +105,19 @@ impl CheckpointIo for Watched {
         options: Option<&Value>,
     ) -> voltaic::Result<()> {
         FileCheckpointIo.save_checkpoint(checkpoint, path, options)?;
-        self.note();
+        (self.0)();
         Ok(())
     }
 
     fn remove_checkpoint(&mut self, path: &Path) -> voltaic::Result<()> {
         FileCheckpointIo.remove_checkpoint(path)?;
-        self.note();
+        (self.0)();
         Ok(())
     }
 
     fn link_checkpoint(&mut self, target: &Path, path: &Path) -> voltaic::Result<()> {
         FileCheckpointIo.link_checkpoint(target, path)?;
-        self.note();
+        (self.0)();
         Ok(())
     }
 }
@@ -169,7 +161,11 @@ fn the_link_leads_to_a_checkpoint_at_every_moment() {
     for is_async in [false, true] {
         let folder = TempDir::new().unwrap();
         let seen = Arc::new(Mutex::new(Vec::new()));
-        let watched = Watched(Arc::clone(&seen), folder.path().join("last.ckpt"));
+        let (notes, last) = (Arc::clone(&seen), folder.path().join("last.ckpt"));
+        let watched = AfterEach(move || {
+            let is_broken = last.symlink_metadata().is_ok() && !last.exists();
+            notes.lock().unwrap().push(if is_broken { "nowhere" } else { "somewhere" });
+        });
         let config = ModelCheckpointConfig {
             dirpath: Some(folder.path().to_path_buf()),
             save_last: SaveLast::Link(LinkText::Link),
@@ -247,44 +243,6 @@ fn what_killed_runs_have_left_goes_when_the_next_begins() {
     foreign.iter().for_each(|name| assert!(version.join(name).exists(), "{name}"));
 }
 
-/// Keeps what is on disk after each file that is written, linked or removed, as a process that is killed then leaves it.
-struct Moments {
-    folder: PathBuf,
-    kept: PathBuf,
-    count: Arc<Mutex<usize>>,
-}
-
-impl Moments {
-    fn keep(&mut self, done: voltaic::Result<()>) -> voltaic::Result<()> {
-        let mut count = self.count.lock().unwrap();
-        copy_files(&self.folder, &self.kept.join(count.to_string()));
-        *count += 1;
-        done
-    }
-}
-
-impl CheckpointIo for Moments {
-    fn save_checkpoint(
-        &mut self,
-        checkpoint: &Checkpoint,
-        path: &Path,
-        options: Option<&Value>,
-    ) -> voltaic::Result<()> {
-        let done = FileCheckpointIo.save_checkpoint(checkpoint, path, options);
-        self.keep(done)
-    }
-
-    fn remove_checkpoint(&mut self, path: &Path) -> voltaic::Result<()> {
-        let done = FileCheckpointIo.remove_checkpoint(path);
-        self.keep(done)
-    }
-
-    fn link_checkpoint(&mut self, target: &Path, path: &Path) -> voltaic::Result<()> {
-        let done = FileCheckpointIo.link_checkpoint(target, path);
-        self.keep(done)
-    }
-}
-
 /// Copies the files of a folder, links as links.
 fn copy_files(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).unwrap();
@@ -327,7 +285,7 @@ fn by_steps(
 }
 
 /// A run that writes its rows and checkpoints to one folder below `root`.
-fn fit_in_folder(build: Build, root: &Path, io: Option<Moments>, is_resumed: bool) -> Trainer {
+fn fit_in_folder(build: Build, root: &Path, io: impl CheckpointIo + 'static, is_resumed: bool) -> Trainer {
     const VAL_LOSSES: &[f64] = &[0.5, 0.25, 0.75];
     let logger = CsvLoggerConfig {
         version: Some(Version::Name("v".to_owned())),
@@ -345,11 +303,7 @@ fn fit_in_folder(build: Build, root: &Path, io: Option<Moments>, is_resumed: boo
         save_top_k,
         ..ModelCheckpointConfig::default()
     };
-    let mut builder = build(builder, &saver);
-    if let Some(io) = io {
-        builder = builder.checkpoint_io(io);
-    }
-    let mut trainer = builder.build().unwrap();
+    let mut trainer = build(builder, &saver).checkpoint_io(io).build().unwrap();
     if is_resumed {
         trainer.ckpt_path("last");
     }
@@ -380,9 +334,14 @@ fn a_run_killed_between_two_files_writes_the_rest_when_it_is_resumed() {
         let (root, kept) = (TempDir::new().unwrap(), TempDir::new().unwrap());
         let folder = root.path().join("lightning_logs/v");
         let count = Arc::new(Mutex::new(0));
-        let moments =
-            Moments { folder: folder.clone(), kept: kept.path().to_path_buf(), count: Arc::clone(&count) };
-        fit_in_folder(build, root.path(), Some(moments), false);
+        let (counts, from, to) = (Arc::clone(&count), folder.clone(), kept.path().to_path_buf());
+        // what is on disk, as a process that is killed then leaves it
+        let keep = AfterEach(move || {
+            let mut count = counts.lock().unwrap();
+            copy_files(&from, &to.join(count.to_string()));
+            *count += 1;
+        });
+        fit_in_folder(build, root.path(), keep, false);
         let (expected, states) = (files(&folder), states_of(&folder));
         let content = |path: &PathBuf| match path.extension().is_some_and(|end| end == "ckpt") {
             true => {
@@ -398,7 +357,7 @@ fn a_run_killed_between_two_files_writes_the_rest_when_it_is_resumed() {
             std::fs::remove_dir_all(&folder).unwrap();
             copy_files(&kept.path().join(moment.to_string()), &folder);
             let left = files(&folder);
-            fit_in_folder(build, root.path(), None, true);
+            fit_in_folder(build, root.path(), FileCheckpointIo, true);
             let found = files(&folder);
             let more = found.iter().filter(|path| !expected.contains(path)).collect::<Vec<_>>();
             assert!(more.iter().all(|path| left.contains(path)), "{at}: {more:?}");
