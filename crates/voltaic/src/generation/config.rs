@@ -32,8 +32,8 @@ pub struct GenerationConfig {
     pub seed: u64,
     /// Tokens from this one on are never generated, for a model whose vocabulary is larger than the tokenizer's (default: none).
     pub vocab_size: Option<i64>,
-    /// Captures the step that generates a token as a graph, compiles it as [`compile`](crate::graph::compile()) does, and replays it
-    /// (default false). On the CPU, emulated HPUs and CUDA, where attention then always goes over the whole cache.
+    /// Captures the step that generates a token as a graph and replays it (default false): on the CPU and emulated HPUs compiled as by
+    /// [`compile`](crate::graph::compile()), on CUDA as it is. Where libtorch attends, it then always goes over the whole cache.
     pub use_graph: bool,
 }
 

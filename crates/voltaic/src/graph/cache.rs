@@ -148,7 +148,7 @@ pub(crate) struct GraphCache {
     stats: CacheStats,
     /// It was said that there is no room.
     is_full: bool,
-    /// A second capture differed from the first one, and a later call is captured anew. The next difference is one too many.
+    /// A second capture differed from the first one, so that later calls are captured anew. The module is refused if these differ, too.
     began_again: bool,
     pub(crate) refusal: Option<String>,
 }

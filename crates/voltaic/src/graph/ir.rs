@@ -216,7 +216,7 @@ impl Graph {
         }
     }
 
-    /// Whether a buffer was there before, is nobody else's, and is not written: a constant.
+    /// Whether a buffer is a constant: it was there before, nothing else refers to it, and nothing writes to it.
     pub(super) fn holds_constant(&self, index: usize) -> bool {
         let buffer = &self.buffers[index];
         // the results of an earlier part have names

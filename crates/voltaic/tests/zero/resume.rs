@@ -1,4 +1,4 @@
-//! A run with sharded states goes on from its checkpoints bit for bit, also from within an epoch and a window.
+//! A run with sharded states is resumed from its checkpoints bit for bit, also within an epoch and an accumulation window.
 
 use std::path::{Path, PathBuf};
 
