@@ -84,7 +84,7 @@ impl Conditions {
             return Some("under other lists of operators that cast".to_owned());
         }
         if self.fp8 != now.fp8 {
-            return Some("under another recipe for fp8".to_owned());
+            return Some("under another recipe for fp8, or another measurement mode".to_owned());
         }
         let new = now.interceptors.iter().filter(|id| !self.interceptors.contains(id)).count();
         let gone = self.interceptors.iter().filter(|id| !now.interceptors.contains(id)).count();

@@ -1,13 +1,14 @@
 //! Graphs have the scales advance in replays, and captures and warm-ups leave them alone.
 
 use tch::{Kind, Tensor};
-use voltaic::ffi;
-use voltaic::graph::{HpuGraph, make_graphed_callables};
+use voltaic::graph::{HpuGraph, ModuleCacher, make_graphed_callables};
 use voltaic::nn::{Forward, ModuleExt, te};
 use voltaic::precision::fp8::{
     AmaxComputeAlgo, DelayedScaling, Float8CurrentScaling, Fp8Format, Recipe, fp8_autocast,
+    set_measurement_mode,
 };
 use voltaic::trainer::{GraphMode, TrainerBuilder, seed_everything};
+use voltaic::{Module, ffi};
 
 use crate::alone;
 use crate::compare::assert_same;
@@ -37,7 +38,7 @@ fn layer() -> te::Linear {
 }
 
 /// Forward and backward; gradients are added to those that are there.
-fn step(layer: &te::Linear, x: &Tensor, recipe: &Recipe) -> anyhow::Result<Tensor> {
+fn step(layer: &dyn Forward, x: &Tensor, recipe: &Recipe) -> anyhow::Result<Tensor> {
     let y = {
         let _fp8 = fp8_autocast(true, Some(recipe.clone()))?;
         layer.forward(x)?
@@ -46,7 +47,7 @@ fn step(layer: &te::Linear, x: &Tensor, recipe: &Recipe) -> anyhow::Result<Tenso
     Ok(y.f_detach()?)
 }
 
-fn left_by(layer: &te::Linear) -> Vec<(String, Tensor)> {
+fn left_by(layer: &dyn Module) -> Vec<(String, Tensor)> {
     let grads = layer.named_parameters().into_iter().map(|(fqn, parameter)| (fqn, parameter.grad()));
     let all = grads.chain(te::fp8_state_dict(layer).unwrap());
     no_counts(all.map(|(name, tensor)| (name, tensor.to_device(crate::operators::CPU))).collect())
@@ -134,6 +135,25 @@ fn an_interval_is_refused_in_captures() {
     let (layer, x) = (layer(), waves(&[2, 4], 1.0).to_device(HPU));
     let _ = step(&layer, &x, &recipe).unwrap();
     assert_error!(HpuGraph::new().capture(|| step(&layer, &x, &recipe)), "the fp8 recipe has an interval");
+}
+
+#[test]
+fn passes_measure_by_hand_as_without_graphs() {
+    let _alone = alone();
+    start_hpu();
+    let recipe = recipe(Fp8Format::E5M2, 2);
+    let by_hand = [[true; 5], [false; 5], [true, false, true, true, false]].concat();
+    let (eager, cached) = (layer(), ModuleCacher::new(10).wrap(layer()));
+    for measures in by_hand {
+        set_measurement_mode(true, measures);
+        let size = 10.0_f64.powi(cached.stats().hits as i32);
+        let x = (waves(&[2, 4], 1.0) * size).to_device(HPU);
+        let expected = step(&eager, &x, &recipe).unwrap();
+        assert!(step(&cached, &x, &recipe).unwrap().equal(&expected), "{}", cached.stats());
+    }
+    set_measurement_mode(false, true);
+    assert!(cached.stats().hits >= 1, "{}", cached.stats());
+    assert_same("by hand", &left_by(&cached), &left_by(&eager));
 }
 
 /// A run of a network that its steps call by `ctx.graphed`: what it leaves, with its last loss, and its replays.

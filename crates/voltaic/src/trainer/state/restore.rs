@@ -211,7 +211,9 @@ fn refuse_to_quantize<M: LightningModule>(
     let what = format!("{} is quantized (float8 weights with scales)", path.display());
     let remedy = match session.run.at.stage {
         Stage::Fit => "validate, test or predict with it; fit needs the weights from before",
-        _ => "use a strategy that does not shard weights, such as ddp, or load it by nn::quant::load before",
+        _ => {
+            "use a strategy that does not shard weights, such as ddp; with ZeRO load it by nn::quant::load before"
+        }
     };
     Err(ConfigError::new(key, what, remedy).into())
 }
