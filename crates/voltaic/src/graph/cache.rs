@@ -148,8 +148,6 @@ pub(crate) struct GraphCache {
     stats: CacheStats,
     /// It was said that there is no room.
     is_full: bool,
-    /// A second capture differed from the first one, so that later calls are captured anew. The module is refused if these differ, too.
-    began_again: bool,
     pub(crate) refusal: Option<String>,
 }
 
@@ -168,7 +166,6 @@ impl GraphCache {
             last_sizes: Vec::new(),
             stats,
             is_full: false,
-            began_again: false,
             refusal: None,
         }
     }
@@ -288,7 +285,7 @@ impl GraphCache {
         let with_grad =
             trained.iter().any(|is_trained| *is_trained) || inputs.iter().any(|input| input.requires_grad);
         let kind = self.modes.kind(module);
-        let conditions = Conditions::now(&[device], with_grad)?;
+        let conditions = Conditions::of_call(module, device, with_grad)?;
         Ok(Key { inputs, kind, is_training, with_grad, conditions, trained })
     }
 
@@ -354,6 +351,8 @@ impl GraphCache {
         metrics::count_miss();
         self.count_recompilation(&key);
         match captured {
+            // the first call makes what later ones find, as largest magnitudes that scales of float8 are made of
+            Ok(call) if !key.conditions.holds_again(module) => call.leave_to_backward(),
             Ok(call) => {
                 self.note_sizes(&key);
                 // of a sort that was checked before, there are several: their backward passes were still to come
@@ -380,12 +379,6 @@ impl GraphCache {
         self.note_sizes(key);
         match checked {
             Ok(()) => self.graphs[index].is_checked = true,
-            // the first call may make what later ones find, as largest magnitudes that scales of float8 are made of
-            Err(Error::Graph(GraphError::NotStatic { .. }))
-                if !std::mem::replace(&mut self.began_again, true) =>
-            {
-                self.graphs.remove(index).call.leave_to_backward();
-            }
             Err(Error::Graph(error)) => self.refuse(&error)?,
             Err(error) => return Err(error.into()),
         }

@@ -162,7 +162,7 @@ impl OneGraph {
             was_training,
             modes: RefCell::new(modes),
             kind,
-            conditions: Conditions::now(&[device_of(inputs)?], was_training)?,
+            conditions: Conditions::of_call(module, device_of(inputs)?, was_training)?,
             has_warned: Cell::new(false),
             frozen,
         })
@@ -170,7 +170,7 @@ impl OneGraph {
 
     /// Whether what held in the capture holds now; else says so once.
     fn has_conditions_of(&self, module: &dyn Module, inputs: &[Tensor]) -> Result<bool> {
-        let now = Conditions::now(&[device_of(inputs)?], self.was_training)?;
+        let now = Conditions::of_call(module, device_of(inputs)?, self.was_training)?;
         let Some(difference) = self.conditions.difference(&now) else { return Ok(true) };
         if !self.has_warned.replace(true) {
             tracing::warn!(

@@ -6,7 +6,7 @@ use crate::device::Device;
 use crate::dtype::DtypeNames;
 use crate::error::Result;
 use crate::ffi;
-use crate::nn::interceptors_now;
+use crate::nn::{Module, interceptors_now, te};
 use crate::precision::fp8::fp8_number;
 
 /// What a graph takes for granted of an input.
@@ -43,6 +43,8 @@ pub(crate) struct Conditions {
     lists_version: u64,
     /// Of the recipe by which layers compute in float8.
     fp8: u64,
+    /// Hash of which layers in float8 have measured in the last passes, of which the next ones make scales.
+    measured: u64,
     /// Interceptors of calls.
     interceptors: Vec<u64>,
 }
@@ -58,8 +60,20 @@ impl Conditions {
             casts: devices.iter().map(casts).collect::<Result<_>>()?,
             lists_version: ffi::autocast_lists_version(),
             fp8: fp8_number(),
+            measured: 0,
             interceptors: interceptors_now(),
         })
+    }
+
+    /// What holds for a call of `module`.
+    pub(crate) fn of_call(module: &dyn Module, device: Device, with_grad: bool) -> Result<Self> {
+        let measured = if with_grad { te::measured_hash(module) } else { 0 };
+        Ok(Self { measured, ..Self::now(&[device], with_grad)? })
+    }
+
+    /// Whether a call has left what the next one of its kind finds.
+    pub(super) fn holds_again(&self, module: &dyn Module) -> bool {
+        !self.with_grad || self.measured == te::measured_hash(module)
     }
 
     /// Takes the lists of operators that cast as they are now.
@@ -85,6 +99,9 @@ impl Conditions {
         }
         if self.fp8 != now.fp8 {
             return Some("under another recipe for fp8, or another measurement mode".to_owned());
+        }
+        if self.measured != now.measured {
+            return Some("after passes in float8 that measured otherwise".to_owned());
         }
         let new = now.interceptors.iter().filter(|id| !self.interceptors.contains(id)).count();
         let gone = self.interceptors.iter().filter(|id| !now.interceptors.contains(id)).count();

@@ -14,6 +14,7 @@ use crate::nn::compute::Compute;
 use crate::nn::fp8_linear::Fp8Linear;
 use crate::nn::init;
 use crate::nn::layers::linear;
+use crate::nn::modes::NumberHash;
 use crate::nn::module::{AsModule, Forward, Member, Module};
 use crate::nn::named::modules_named;
 use crate::nn::quant::convert::{convert_here, has_inference_layers};
@@ -225,6 +226,23 @@ pub(crate) fn keep_measured<T>(module: &dyn Module, restore: impl FnOnce() -> Re
     Ok(restored)
 }
 
+/// A hash of whether the last forward pass and the last backward pass of each layer measured.
+pub(crate) fn measured_hash(module: &dyn Module) -> u64 {
+    fn add(module: &dyn Module, hash: &mut NumberHash) {
+        if let Some(meta) = meta_of(module) {
+            meta.has_measured().iter().for_each(|measured| hash.add(u64::from(*measured)));
+        }
+        module.members(&mut |_, member| {
+            if let Member::Module(child) = member {
+                add(child, hash);
+            }
+        });
+    }
+    let mut hash = NumberHash::new();
+    add(module, &mut hash);
+    hash.get()
+}
+
 /// Runs a backward pass on zeros, which is captured but no pass of a step: scales, histories and random numbers are then as before.
 pub(crate) fn not_counted<T>(
     module: &dyn Module,
@@ -245,14 +263,18 @@ pub(crate) fn not_counted<T>(
     Ok(done)
 }
 
+/// The scales of a layer that computes in float8 within a region.
+fn meta_of(module: &dyn Module) -> Option<Arc<Fp8Meta>> {
+    let of_linear =
+        unwrapped::<linear::Linear>(module).and_then(|layer| layer.compute.fp8()).map(|fp8| fp8.meta);
+    of_linear.or_else(|| unwrapped::<FusedAttention>(module).map(|layer| layer.meta.clone()))
+}
+
 /// The layers that compute in float8 within a region, by fqn, with their scales.
 pub(crate) fn fp8_layers(module: &dyn Module) -> Vec<(String, Arc<Fp8Meta>)> {
     let mut found: Vec<(String, Arc<Fp8Meta>)> = Vec::new();
     for (fqn, module) in module.named_modules() {
-        let of_linear =
-            unwrapped::<linear::Linear>(module).and_then(|layer| layer.compute.fp8()).map(|fp8| fp8.meta);
-        let of_attention = || unwrapped::<FusedAttention>(module).map(|layer| layer.meta.clone());
-        if let Some(meta) = of_linear.or_else(of_attention)
+        if let Some(meta) = meta_of(module)
             && !found.iter().any(|(_, known)| Arc::ptr_eq(known, &meta))
         {
             found.push((fqn, meta));

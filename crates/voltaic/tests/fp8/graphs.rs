@@ -1,6 +1,9 @@
 //! Graphs have the scales advance in replays, and captures and warm-ups leave them alone.
 
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
 use tch::{Kind, Tensor};
+use voltaic::callback::LambdaCallback;
 use voltaic::graph::{HpuGraph, ModuleCacher, make_graphed_callables};
 use voltaic::nn::{Forward, ModuleExt, te};
 use voltaic::precision::fp8::{
@@ -142,18 +145,32 @@ fn passes_measure_by_hand_as_without_graphs() {
     let _alone = alone();
     start_hpu();
     let recipe = recipe(Fp8Format::E5M2, 2);
-    let by_hand = [[true; 5], [false; 5], [true, false, true, true, false]].concat();
-    let (eager, cached) = (layer(), ModuleCacher::new(10).wrap(layer()));
-    for measures in by_hand {
-        set_measurement_mode(true, measures);
-        let size = 10.0_f64.powi(cached.stats().hits as i32);
-        let x = (waves(&[2, 4], 1.0) * size).to_device(HPU);
-        let expected = step(&eager, &x, &recipe).unwrap();
-        assert!(step(&cached, &x, &recipe).unwrap().equal(&expected), "{}", cached.stats());
+    // by hand or not, and whether they measure: in runs of several passes, so that there are replays, then in any order
+    let mut by_hand = StdRng::seed_from_u64(3);
+    let mut hits = 0;
+    for case in 0..40 {
+        let mut drawn = || (by_hand.random_bool(0.7), by_hand.random_bool(0.5));
+        let runs = (0..6).flat_map(|_| [drawn(); 4]).collect::<Vec<_>>();
+        let modes = runs.into_iter().chain((0..12).map(|_| drawn())).collect::<Vec<_>>();
+        let (eager, cached) = (layer(), ModuleCacher::new([1, 10][case % 2]).wrap(layer()));
+        let graphed = {
+            let _fp8 = fp8_autocast(true, Some(recipe.clone())).unwrap();
+            make_graphed_callables(layer(), &waves(&[2, 4], 1.0).to_device(HPU), 2).unwrap()
+        };
+        for (index, (is_manual, measures)) in modes.iter().enumerate() {
+            set_measurement_mode(*is_manual, *measures);
+            let x = (waves(&[2, 4], 1.0) * 10.0_f64.powi((index % 3) as i32)).to_device(HPU);
+            let expected = step(&eager, &x, &recipe).unwrap();
+            for (what, net) in [("ModuleCacher", &cached as &dyn Forward), ("a graphed callable", &graphed)] {
+                let same = step(net, &x, &recipe).unwrap().equal(&expected);
+                assert!(same, "case {case}, pass {index} of {modes:?} by {what}: {}", cached.stats());
+            }
+        }
+        hits += cached.stats().hits;
+        assert_same(&format!("case {case}"), &left_by(&cached), &left_by(&eager));
     }
     set_measurement_mode(false, true);
-    assert!(cached.stats().hits >= 1, "{}", cached.stats());
-    assert_same("by hand", &left_by(&cached), &left_by(&eager));
+    assert!(hits > 0);
 }
 
 /// A run of a network that its steps call by `ctx.graphed`: what it leaves, with its last loss, and its replays.
@@ -184,7 +201,7 @@ fn modules_that_a_step_calls_by_graphs_train_as_without() {
     for case in ["E5M2", "HYBRID", "current scaling", "accumulation", "checkpointed"] {
         let (eager, _) = run("hpu", GraphMode::Off, builder(case));
         let (graphed, replays) = run("hpu", GraphMode::Modules, builder(case));
-        // 16 steps: two captures that differ, since the first pass makes no scales, then two that do not
+        // 16 steps: a capture of the first pass, which makes no scales, then two of those that do
         assert!(replays >= 12, "{case}: {replays}");
         assert_same(case, &graphed, &eager);
     }
@@ -192,4 +209,27 @@ fn modules_that_a_step_calls_by_graphs_train_as_without() {
     let (graphed, replays) = run("cpu", GraphMode::Modules, silent().precision("fp8"));
     assert!(replays >= 12, "cpu: {replays}");
     assert_same("cpu", &graphed, &eager);
+}
+
+#[test]
+fn runs_that_measure_by_hand_train_as_without_graphs() {
+    let _alone = alone();
+    start_hpu();
+    for accumulation in [1_u64, 3] {
+        let builder = || {
+            let by_hand = LambdaCallback::new().on_train_batch_start(|ctx, _| {
+                set_measurement_mode(true, ctx.batch_idx() % 8 < 5);
+                Ok(())
+            });
+            let plugin = plugin(recipe(Fp8Format::Hybrid, 3), false);
+            silent().plugins([plugin]).callback(by_hand).accumulate_grad_batches(accumulation)
+        };
+        let (eager, _) = run("hpu", GraphMode::Off, builder());
+        for graph in [GraphMode::Modules, GraphMode::Step] {
+            let (graphed, replays) = run("hpu", graph, builder());
+            assert!(replays > 0 || graph == GraphMode::Step);
+            assert_same(&format!("{graph:?}, {accumulation} batches a step"), &graphed, &eager);
+        }
+        set_measurement_mode(false, true);
+    }
 }

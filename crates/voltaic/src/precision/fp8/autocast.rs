@@ -174,10 +174,10 @@ pub fn fp8_recipe() -> Option<Arc<Recipe>> {
     region().map(|region| region.recipe)
 }
 
-/// Tells regions apart that have different recipes, or measure by hand otherwise; 0 without one.
+/// Tells regions apart that have different recipes, or that measure by hand otherwise.
 pub(crate) fn fp8_number() -> u64 {
     let by_hand = manual_measurement().map_or(0, |measures| 1 + u64::from(measures));
-    region().map_or(0, |region| 3 * region.number + by_hand)
+    3 * region().map_or(0, |region| region.number) + by_hand
 }
 
 fn region() -> Option<Region> {

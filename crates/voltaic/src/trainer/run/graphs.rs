@@ -59,7 +59,7 @@ impl<M: LightningModule> Session<'_, M> {
             opens_window: window.opens,
             window_size: window.size,
             loss_scale: self.run.engine.loss_scale.as_ref().map_or(1.0, |scale| scale.get_scale()),
-            conditions: Conditions::now(&[self.plan.device], true)?,
+            conditions: Conditions::of_call(self.module, self.plan.device, true)?,
             module: self.graphs.modes.kind(self.module),
             params: self.params_hash(window.opens),
         };
