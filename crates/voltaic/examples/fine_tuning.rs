@@ -1,8 +1,9 @@
 //! Fine-tuning: weights from a safetensors file, a frozen layer, and two learning rates. See docs/fine_tuning.md.
 
-use voltaic::checkpoint::Checkpoint;
+use voltaic::callback::{BackboneFinetuning, BackboneFinetuningConfig};
 use voltaic::data::MnistData;
 use voltaic::prelude::*;
+use voltaic::trainer::TrainerBuilder;
 
 #[derive(Module)]
 struct Net {
@@ -32,23 +33,23 @@ impl LightningModule for Net {
     }
 
     fn configure_optimizers(&self) -> Result<Optimizers> {
-        let trained = self.named_parameters().into_iter().filter(|(_, weight)| weight.requires_grad());
-        let (head, body): (Vec<_>, Vec<_>) = trained.partition(|(name, _)| name.starts_with("head."));
+        let parameters = self.named_parameters().into_iter(); // frozen ones, too: they stay as they are
+        let (head, body): (Vec<_>, Vec<_>) = parameters.partition(|(name, _)| name.starts_with("head."));
         let groups =
             [ParamGroupSpec::new(body).lr(self.body_lr).name("body"), ParamGroupSpec::new(head).name("head")];
         Ok(Optimizers::new(AdamW::new(1e-3)).groups(groups))
     }
 }
 
-fn trainer() -> Result<Trainer> {
+fn builder() -> TrainerBuilder {
     let rates = LearningRateMonitor::default();
-    Ok(Trainer::builder().accelerator("hpu").max_epochs(2).limit_val_batches(0).callback(rates).build()?)
+    Trainer::builder().accelerator("auto").max_epochs(2).limit_val_batches(0).callback(rates)
 }
 
 fn main() -> Result<()> {
     seed_everything(42)?;
     let mut pretrained = Net::new(2, 1e-3)?;
-    let mut pretraining = trainer()?;
+    let mut pretraining = builder().build()?;
     pretraining.fit(&mut pretrained, &mut MnistData::default())?;
     pretraining.save_weights(&pretrained, "pretrained.safetensors", None)?; // stands for a file from elsewhere
 
@@ -57,7 +58,13 @@ fn main() -> Result<()> {
     weights.retain(|(name, _)| !name.starts_with("head.")); // has two classes, not ten
     let keys = net.load_state_dict(&weights, false)?;
     println!("new: {}; not used: {}", keys.missing_keys.join(", "), keys.unexpected_keys.join(", "));
-    net.first.set_requires_grad(false);
-    trainer()?.fit(&mut net, &mut MnistData::default())?;
+    net.first.set_requires_grad(false); // for good
+    let second = BackboneFinetuningConfig {
+        backbone: "second".into(),
+        unfreeze_backbone_at_epoch: 1, // in epoch 0, the first, it is frozen
+        train_bn: false,
+    };
+    let mut trainer = builder().callback(BackboneFinetuning::new(second)).build()?;
+    trainer.fit(&mut net, &mut MnistData::default())?;
     Ok(())
 }

@@ -27,6 +27,7 @@ fn main() -> Result<()> {
     seed_everything(42)?;
     let mut net = Net { fc1: Linear::new(784, 256)?, fc2: Linear::new(256, 10)? };
     let mut data = voltaic::data::MnistData::default();
+    // "hpu" is emulated where there is no Gaudi card; "cpu", "cuda" and "auto" are others
     let mut trainer = Trainer::builder().accelerator("hpu").max_epochs(3).limit_val_batches(0).build()?;
     trainer.fit(&mut net, &mut data)?;
     Ok(())

@@ -2,8 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use voltaic::data::{ShakespeareData, StdRng, random_split};
-use voltaic::nn::{Gru, PackedSequence};
+use voltaic::data::ShakespeareData;
 use voltaic::prelude::*;
 
 /// Words of a text. Every second one is spelled backwards.
@@ -87,7 +86,7 @@ fn main() -> Result<()> {
     let embedding = Embedding::new(27, 16)?; // 26 letters, and 0 for none
     let gru = Gru::builder(16, 64).batch_first(true).build()?;
     let mut net = Net { embedding, gru, out: Linear::new(64, 2)? };
-    let mut trainer = Trainer::builder().accelerator("hpu").max_epochs(8).build()?;
+    let mut trainer = Trainer::builder().accelerator("auto").max_epochs(8).build()?;
     trainer.fit(&mut net, &mut Loaders::new().train(train).val(val))?;
     println!("val_acc {:.3}", trainer.metric("val_acc").unwrap_or(f64::NAN));
     Ok(())

@@ -1,7 +1,7 @@
 //! Several optimizers: a GAN (arXiv:1406.2661) that draws digits. See docs/several_optimizers.md.
 
 use voltaic::data::MnistData;
-use voltaic::nn::{LeakyRelu, Sequential};
+use voltaic::nn::LeakyRelu;
 use voltaic::prelude::*;
 
 #[derive(Module)]
@@ -65,7 +65,7 @@ fn perceptron(from: i64, to: i64) -> Result<Sequential> {
 fn main() -> Result<()> {
     seed_everything(42)?;
     let mut gan = Gan { generator: perceptron(64, 784)?, discriminator: perceptron(784, 1)? };
-    let builder = Trainer::builder().accelerator("hpu").max_epochs(3).limit_val_batches(0);
+    let builder = Trainer::builder().accelerator("auto").max_epochs(3).limit_val_batches(0);
     let mut trainer = builder.log_every_n_steps(1_u64).build()?;
     trainer.fit(&mut gan, &mut MnistData::default())?;
     Ok(())

@@ -1,8 +1,12 @@
 //! What most programs need: `use voltaic::prelude::*`.
 //!
-//! `Result` is `anyhow`'s: it is what steps and hooks return, and what a `main` can return.
+//! `Result` is `anyhow`'s: it is what steps and hooks return, and what a `main` can return. A function of voltaic has a `Result` of
+//! its own, which `?` converts: `Ok(mse_loss(&output, &target)?)`. `Context` and `bail!` of anyhow make errors of yours.
+//!
+//! The methods of `StdRng` are there, too: `StdRng::seed_from_u64(42)`, `rng.random_range(0..10)`.
 
-pub use anyhow::Result;
+pub use anyhow::{Context, Result, bail};
+pub use rand::{RngExt as _, SeedableRng as _};
 pub use tch::{Kind, Reduction, Tensor, no_grad};
 
 pub use crate::accelerator::Accelerator;

@@ -13,7 +13,7 @@ fn a_new_crate_has_all_files_and_no_placeholder() {
     let folder = tempfile::tempdir().unwrap();
     let output = new(folder.path(), "my-net");
     assert!(output.status.success(), "{output:?}");
-    assert_contains!(String::from_utf8(output.stdout).unwrap(), "cd my-net\n");
+    assert_contains!(String::from_utf8(output.stdout).unwrap(), "src/points.rs  the data\n", "cd my-net\n");
     for file in [
         "Cargo.toml",
         "build.rs",

@@ -133,8 +133,14 @@ pub(in crate::cli) fn new(path: &Path) -> Result<String, Failure> {
         fs::write(&file, text).map_err(|error| failure("write", &file, error))?;
     }
     Ok(format!(
-        "{} is ready. Now:\n  cd {}\n  cargo run --release -- fit --config recipe.yaml\n",
-        path.display(),
+        "{0} is ready:\n  \
+         src/net.rs     the network and its steps\n  \
+         src/points.rs  the data\n  \
+         src/main.rs    gives both to the command line\n  \
+         recipe.yaml    the settings of a run\n\
+         Now:\n  \
+         cd {0}\n  \
+         cargo run --release -- fit --config recipe.yaml\n",
         path.display()
     ))
 }
