@@ -12,6 +12,24 @@ use crate::device::Device;
 use crate::error::{ConfigError, DataError, Problem};
 use crate::ffi::{self, SharedTensor};
 
+/// What threads can share: every type that is `Send` and `Sync`. It says what to write where a [`Dataset`] is not.
+#[diagnostic::on_unimplemented(
+    message = "the threads of a loader cannot share `{Self}`",
+    label = "a field is not `Send` and `Sync`, such as a `Tensor`",
+    note = "a field that holds a `Tensor` is a `SharedTensor`, and one of `Vec<Tensor>` a `Vec<SharedTensor>`",
+    note = "a data set that only picks rows of tensors is `TensorDataset::new((x, y))?`"
+)]
+pub trait Shareable {}
+
+impl<T: Send + Sync + ?Sized> Shareable for T {}
+
+/// No type implements it.
+#[doc(hidden)]
+pub trait Never {}
+
+// It never applies. With a single implementation, rustc would look into it and name a pointer within tch instead of this trait.
+impl<T: ?Sized> Shareable for T where PhantomData<T>: Never {}
+
 /// Samples that can be reached by their index.
 ///
 /// Samples are requested by the batch, not one by one, so that a dataset held in memory can gather them with one
@@ -22,7 +40,7 @@ use crate::ffi::{self, SharedTensor};
     note = "tensors become one by `TensorDataset::new((x, y))?`, also a tensor alone",
     note = "for anything else implement `Dataset`: how many samples there are, and those of some indices as tensors"
 )]
-pub trait Dataset: Send + Sync + 'static {
+pub trait Dataset: Shareable + Send + Sync + 'static {
     /// What [`Dataset::batch`] gives.
     type Batch: Batch;
 

@@ -23,7 +23,7 @@ pub use batch::Batch;
 pub use batch_iter::BatchIter;
 pub use dataloader::{DataLoader, DataLoaderBuilder, EpochRange};
 pub use datamodule::{DataModule, Loaders, Stage};
-pub use dataset::{Dataset, Subset, TensorBatch, TensorDataset, fractional_lengths, random_split};
+pub use dataset::{Dataset, Shareable, Subset, TensorBatch, TensorDataset, fractional_lengths, random_split};
 pub use distributed_sampler::{DistributedSampler, Remainder};
 pub use rand::rngs::StdRng;
 pub use sampler::{RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler};

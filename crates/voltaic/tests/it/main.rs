@@ -77,6 +77,7 @@ mod graph_show;
 mod hangs;
 #[path = "../support/heavy.rs"]
 mod heavy;
+mod hints;
 mod hook_names;
 mod hook_outputs;
 mod hooks;
