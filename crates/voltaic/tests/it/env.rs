@@ -18,6 +18,7 @@ fn the_build_the_machine_and_the_environment_are_described() {
         ("VOLTAIC_JOB_SECRET", "do-not-show"),
         ("VOLTAIC_HPU_DEVICE", "2"),
         ("VOLTAIC_TRAINER__MAX_EPOCHS", "3"),
+        ("PL_FIT__MODEL__NUM_CLASSES", "3"),
         ("VOLTAIC_HPU", "emulator"),
         ("OMP_NUM_THREADS", "1"),
     ];
@@ -33,6 +34,7 @@ fn the_build_the_machine_and_the_environment_are_described() {
         "  VOLTAIC_JOB_SECRET=(hidden)\n",
         "  VOLTAIC_HPU_DEVICE=2  <- voltaic does not read it; did you mean VOLTAIC_HPU_DEVICES\n",
         "  VOLTAIC_TRAINER__MAX_EPOCHS=3\n",
+        "  PL_FIT__MODEL__NUM_CLASSES=3  <- sets model.num_classes of fit\n",
         "  OMP_NUM_THREADS=1\n",
     ] {
         assert!(text.contains(part), "`{part}` is not in:\n{text}");

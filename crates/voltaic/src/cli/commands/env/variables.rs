@@ -5,6 +5,7 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::accelerator::RuntimeFlags;
+use crate::cli::request::Verb;
 use crate::config::{Key, nearest};
 
 /// Variables of voltaic beside those of [`RuntimeFlags`] and of keys (`VOLTAIC_SECTION__KEY`).
@@ -24,8 +25,9 @@ const OWN: [&str; 14] = [
     "VOLTAIC_SHARED_MEMORY",
     "VOLTAIC_JOB_SECRET",
 ];
-const PREFIXES: [&str; 21] = [
+const PREFIXES: [&str; 22] = [
     "VOLTAIC_",
+    "PL_",
     "HABANA_",
     "HABANALABS_",
     "PT_",
@@ -91,7 +93,7 @@ pub(super) struct Variable {
     name: String,
     /// None if it is a secret.
     value: Option<String>,
-    /// What is wrong with it.
+    /// What it sets, or what is wrong with it.
     #[serde(skip_serializing_if = "Option::is_none")]
     remark: Option<String>,
 }
@@ -124,7 +126,8 @@ pub(super) fn in_force(variables: Vec<(String, String)>, keys: &[Key]) -> Vec<Va
         .into_iter()
         .filter(|(name, _)| matters(name))
         .map(|(name, value)| {
-            let remark = name.starts_with("VOLTAIC_").then(|| unknown(&name, keys, &flags)).flatten();
+            let own = || name.starts_with("VOLTAIC_").then(|| unknown(&name, keys, &flags)).flatten();
+            let remark = of_lightning(&name, keys).or_else(own);
             let value = (!is_secret(&name, &value)).then_some(value);
             Variable { name, value, remark }
         })
@@ -136,12 +139,7 @@ pub(super) fn in_force(variables: Vec<(String, String)>, keys: &[Key]) -> Vec<Va
 /// The remark on a variable that voltaic does not read.
 fn unknown(name: &str, keys: &[Key], flags: &[&'static str]) -> Option<String> {
     let key = name.trim_start_matches("VOLTAIC_").to_lowercase().replace("__", ".");
-    let is_key = |known: &Key| {
-        known.key == key
-            || known.key.strip_prefix(&key).is_some_and(|rest| rest.starts_with('.'))
-            || known.expected.contains("anything") && key.starts_with(&format!("{}.", known.key))
-    };
-    if OWN.contains(&name) || flags.contains(&name) || keys.iter().any(is_key) {
+    if OWN.contains(&name) || flags.contains(&name) || is_key(&key, keys) {
         return None;
     }
     let of_keys: Vec<String> = match name.contains("__") {
@@ -156,6 +154,39 @@ fn unknown(name: &str, keys: &[Key], flags: &[&'static str]) -> Option<String> {
     Some(match nearest(&rest(name), rests.iter().map(String::as_str)) {
         Some(meant) => format!("voltaic does not read it; did you mean VOLTAIC_{meant}"),
         None => "voltaic does not read it".to_owned(),
+    })
+}
+
+/// Whether a key, or keys below it, can be set. Those of a class stand below it, with or without `init_args`.
+fn is_key(key: &str, keys: &[Key]) -> bool {
+    let key = key.replace(".init_args", "");
+    let key = key.strip_suffix(".class_path").unwrap_or(&key);
+    keys.iter().any(|known| {
+        known.key == key
+            || known.key.strip_prefix(key).is_some_and(|rest| rest.starts_with('.'))
+            || known.expected.contains("anything") && key.starts_with(&format!("{}.", known.key))
+    })
+}
+
+/// Of a variable of Lightning: the key that it sets, or that it sets none.
+fn of_lightning(name: &str, keys: &[Key]) -> Option<String> {
+    let rest = name.strip_prefix("PL_").filter(|rest| *rest != "DEEPSPEED_CONFIG_PATH")?;
+    let verbs = Verb::ALL.iter().filter(|verb| **verb != Verb::Graph); // takes those of fit
+    let of_verb = |verb: &Verb| {
+        let prefix = format!("{}__", verb.as_str().to_uppercase());
+        Some((verb.as_str(), prefix.clone(), rest.strip_prefix(&prefix)?.to_lowercase().replace("__", ".")))
+    };
+    Some(match verbs.filter_map(of_verb).next() {
+        None => "voltaic does not read it".to_owned(),
+        Some((verb, _, key)) if key == "config" => format!("a file with keys of {verb}"),
+        Some((verb, _, key)) if is_key(&key, keys) => format!("sets {key} of {verb}"),
+        Some((verb, prefix, key)) => match nearest(&key, keys.iter().map(|known| known.key.as_str())) {
+            Some(meant) => {
+                let meant = meant.replace('.', "__").to_uppercase();
+                format!("sets no key, so {verb} fails; did you mean PL_{prefix}{meant}")
+            }
+            None => format!("sets no key, so {verb} fails"),
+        },
     })
 }
 
@@ -224,6 +255,20 @@ mod tests {
             let remark = remark(name).unwrap_or_default();
             assert!(remark.ends_with(&format!("did you mean {meant}")), "{name}: {remark}");
         }
+        for (name, expected) in [
+            ("PL_FIT__TRAINER__MAX_EPOCHS", "sets trainer.max_epochs of fit"),
+            ("PL_TEST__TRAINER__LOGGER__CLASS_PATH", "sets trainer.logger.class_path of test"),
+            ("PL_FIT__CONFIG", "a file with keys of fit"),
+            (
+                "PL_FIT__TRAINER__MAX_EPOCH",
+                "sets no key, so fit fails; did you mean PL_FIT__TRAINER__MAX_EPOCHS",
+            ),
+            ("PL_TUNE__TRAINER__MAX_EPOCHS", "voltaic does not read it"),
+            ("PL_GLOBAL_SEED", "voltaic does not read it"),
+        ] {
+            assert_eq!(remark(name).as_deref(), Some(expected), "{name}");
+        }
+        assert_eq!(remark("PL_DEEPSPEED_CONFIG_PATH"), None);
         assert_eq!(remark("VOLTAIC_QQQQQQQQ").as_deref(), Some("voltaic does not read it"));
         assert!(in_force(vec![("HOME".to_owned(), "/".to_owned())], &keys).is_empty());
     }
