@@ -24,6 +24,10 @@ pub trait FromConfig: Sized + 'static {
     /// The keys.
     type Config: Serialize + DeserializeOwned + JsonSchema + Default;
 
+    /// What a sample is, if several kinds of samples have one type of batch: `images with their class`. A model and data that both name
+    /// one fit together if they name the same.
+    const SAMPLES: Option<&'static str> = None;
+
     /// Makes it. The random generators are seeded before.
     ///
     /// # Errors
@@ -43,7 +47,8 @@ pub(super) struct Class {
     pub name: String,
     pub summary: String,
     /// Name of the batch type, for people.
-    pub batch: String,
+    batch: String,
+    samples: Option<&'static str>,
     schema: fn(&mut SchemaGenerator) -> schemars::Schema,
     defaults: Value,
     /// The type that data must have to reach the model.
@@ -244,7 +249,7 @@ impl Registry {
 
     /// Names of the data modules whose batches a model takes.
     pub(super) fn data_for(&self, model: &Class) -> Vec<&str> {
-        self.data_modules().filter(|data| data.seam == model.seam).map(|data| data.name.as_str()).collect()
+        self.data_modules().filter(|data| data.fits(model)).map(|data| data.name.as_str()).collect()
     }
 
     /// The schema of a whole run.
@@ -406,14 +411,12 @@ impl Registry {
             .iter()
             .find(|(class, _)| class.name == data_name)
             .ok_or_else(|| unknown("data", data_name))?;
-        if model.class.seam != data.seam {
-            let what = format!(
-                "{data_name} gives batches of {}, but {model_name} takes {}",
-                data.batch, model.class.batch
-            );
+        if !data.fits(&model.class) {
+            let (given, taken) = (data.batches(), model.class.batches());
+            let what = format!("{data_name} gives batches of {given}, but {model_name} takes {taken}");
             let fitting = self.data_for(&model.class);
             let remedy = match fitting.as_slice() {
-                [] => format!("register data with batches of {}", model.class.batch),
+                [] => format!("register data with batches of {taken}"),
                 names => format!("choose --data={}", names.join(" or --data=")),
             };
             return Err(request.problem("data", what, remedy));
@@ -455,10 +458,22 @@ impl Class {
             name: name.to_owned(),
             summary: crate::config::first_paragraph(summary),
             batch: batch.to_owned(),
+            samples: T::SAMPLES,
             schema: SchemaGenerator::subschema_for::<T::Config>,
             defaults: serde_json::to_value(T::Config::default()).unwrap_or_else(|_| json!({})),
             seam: TypeId::of::<D>(),
         }
+    }
+
+    /// The type of a batch with what its samples are.
+    pub fn batches(&self) -> String {
+        self.samples.map_or_else(|| self.batch.clone(), |samples| format!("{}: {samples}", self.batch))
+    }
+
+    /// Whether one of the two is data for the other.
+    fn fits(&self, other: &Self) -> bool {
+        let are_alike = self.samples.zip(other.samples).is_none_or(|(one, other)| one == other);
+        self.seam == other.seam && are_alike
     }
 }
 

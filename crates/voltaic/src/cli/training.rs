@@ -95,10 +95,15 @@ fn short_type_name<T>() -> &'static str {
     }
 }
 
+/// What samples of the models and data that ship are.
+const IMAGES: Option<&str> = Some("images and their classes");
+const TEXT: Option<&str> = Some("tokens of a text and the next ones");
+
 macro_rules! classifier_from_config {
     ($($net:ident: $config:ident;)*) => {$(
         impl FromConfig for Classifier<$net> {
             type Config = $config;
+            const SAMPLES: Option<&'static str> = IMAGES;
 
             fn from_config(config: $config) -> anyhow::Result<Self> {
                 config.check()?;
@@ -117,6 +122,7 @@ classifier_from_config! {
 
 impl FromConfig for Gpt {
     type Config = GptConfig;
+    const SAMPLES: Option<&'static str> = TEXT;
 
     fn from_config(config: GptConfig) -> anyhow::Result<Self> {
         config.check()?;
@@ -126,6 +132,7 @@ impl FromConfig for Gpt {
 
 impl FromConfig for MnistData {
     type Config = MnistDataConfig;
+    const SAMPLES: Option<&'static str> = IMAGES;
 
     fn from_config(config: MnistDataConfig) -> anyhow::Result<Self> {
         config.check()?;
@@ -135,6 +142,7 @@ impl FromConfig for MnistData {
 
 impl FromConfig for ShakespeareData {
     type Config = ShakespeareDataConfig;
+    const SAMPLES: Option<&'static str> = TEXT;
 
     fn from_config(config: ShakespeareDataConfig) -> anyhow::Result<Self> {
         config.check()?;

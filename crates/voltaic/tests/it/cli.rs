@@ -508,6 +508,26 @@ fn models_lists_what_fits_together() {
     }
 }
 
+/// Images and texts have batches of one type.
+#[test]
+fn data_of_other_samples_does_not_fit() {
+    let run = |arguments: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_voltaic")).args(arguments).output().unwrap();
+        [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap())
+    };
+    let [out, _] = run(&["models"]);
+    assert_contains!(
+        out,
+        "data: MnistData (batches of (Tensor, Tensor): images and their classes)",
+        "data: ShakespeareData (batches of (Tensor, Tensor): tokens of a text and the next ones)",
+    );
+    let [_, err] = run(&["fit", "--model=LeNet", "--data=ShakespeareData"]);
+    assert_contains!(
+        err,
+        "but LeNet takes (Tensor, Tensor): images and their classes; choose --data=MnistData"
+    );
+}
+
 #[test]
 fn the_whole_configuration_is_described_and_its_defaults_are_valid() {
     let schema = registry(&Log::default()).schema();

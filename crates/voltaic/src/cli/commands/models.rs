@@ -16,7 +16,7 @@ pub(in crate::cli) fn models(registry: &Registry) -> String {
         }
         let fitting = if fitting.is_empty() { "none registered".to_owned() } else { fitting.join(", ") };
         text.push_str(&format!("  {:width$}  {}\n", model.name, model.summary));
-        text.push_str(&format!("  {:width$}  data: {fitting} (batches of {})\n", "", model.batch));
+        text.push_str(&format!("  {:width$}  data: {fitting} (batches of {})\n", "", model.batches()));
     }
     if models.is_empty() {
         text.push_str("  none registered\n");
@@ -24,7 +24,7 @@ pub(in crate::cli) fn models(registry: &Registry) -> String {
     text.push_str("Data:\n");
     for module in &data {
         text.push_str(&format!("  {:width$}  {}\n", module.name, module.summary));
-        text.push_str(&format!("  {:width$}  batches of {}\n", "", module.batch));
+        text.push_str(&format!("  {:width$}  batches of {}\n", "", module.batches()));
     }
     if data.is_empty() {
         text.push_str("  none registered\n");
