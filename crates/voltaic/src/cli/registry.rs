@@ -323,7 +323,21 @@ impl Registry {
             }),
         );
         let definitions = generator.take_definitions(true);
-        json!({"type": "object", "properties": properties, "additionalProperties": false, "$defs": definitions})
+        json!({
+            "type": "object",
+            "properties": properties,
+            "additionalProperties": false,
+            "$defs": definitions,
+            "x-no-effect": {"weights_only": "files are read as data, and no code in them runs"},
+            "x-refused": {
+                "verbose": {"what": "the metrics are what the command prints", "remedy": "remove it", "unless": true},
+                "return_predictions": {
+                    "what": "the predictions are what the command prints",
+                    "remedy": "remove it, or redirect the output",
+                    "unless": true,
+                },
+            },
+        })
     }
 
     /// Checks all sections, makes model and data, and runs them.

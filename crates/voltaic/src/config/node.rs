@@ -149,12 +149,12 @@ impl Node {
         }
     }
 
-    /// Whether the value of a key that is refused asks for nothing: it is off where `unless_off` stands, or is what
-    /// stands there in place of true.
+    /// Whether the value of a key that is refused asks for nothing: it is what stands at `unless`, is off where `unless_off` stands,
+    /// or is what stands there in place of true.
     pub fn asks_for_nothing(&self, refusal: &Value) -> bool {
-        refusal
-            .get("unless_off")
-            .is_some_and(|off| self.is_off() || (*off != true && self.to_value() == *off))
+        let is_default = refusal.get("unless").is_some_and(|default| self.to_value() == *default);
+        let is_off = |off: &Value| self.is_off() || (*off != true && self.to_value() == *off);
+        is_default || refusal.get("unless_off").is_some_and(is_off)
     }
 
     /// Whether the value switches its key off: false, 0, or a section that is not enabled.

@@ -45,6 +45,7 @@ pub(super) fn no_effect() -> serde_json::Value {
 pub(super) fn refused() -> serde_json::Value {
     serde_json::json!({
         "capturable": {"what": "graphs capture each optimizer", "remedy": "remove it", "unless_off": true},
+        "decoupled_weight_decay": {"what": "Adam adds the decay to the gradient", "remedy": "use AdamW", "unless_off": true},
         "differentiable": {"what": "there is no gradient through a step", "remedy": "remove it", "unless_off": true},
         "last_epoch": {"what": "schedules begin at 0", "remedy": "remove it: a resumed run restores it", "unless_off": -1},
     })
