@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use support::{Short, report, this_program};
-use voltaic::checkpoint::{AsyncCheckpointIo, Checkpoint, read_torch, write_torch};
+use voltaic::checkpoint::{AsyncCheckpointIo, read_torch, write_torch};
 use voltaic::data::{MnistData, MnistDataConfig, MnistSet};
 use voltaic::prelude::*;
 use voltaic::trainer::{TrainerBuilder, from_lightning, to_lightning};

@@ -6,7 +6,7 @@ mod support;
 use support::{NetHpuGraphs, Short, report};
 use voltaic::data::MnistData;
 use voltaic::graph::{CacheStats, GraphedModule, ModuleCacher, mark_step};
-use voltaic::nn::{Identity, Relu};
+use voltaic::nn::Identity;
 use voltaic::prelude::*;
 
 type Batch = (Tensor, Tensor);

@@ -10,7 +10,7 @@ use std::fs;
 
 use anyhow::ensure;
 use support::{LitClassifier, Short, this_program};
-use voltaic::accelerator::{Accelerator, HpuAccelerator, RuntimeFlags, memory_stats};
+use voltaic::accelerator::{HpuAccelerator, RuntimeFlags, memory_stats};
 use voltaic::data::MnistData;
 use voltaic::graph::{WrapOptions, wrap_in_hpu_graph};
 use voltaic::prelude::*;

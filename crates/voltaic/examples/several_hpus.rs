@@ -7,7 +7,7 @@ use std::net::TcpListener;
 
 use anyhow::ensure;
 use support::{LitClassifier, Short, report, this_program};
-use voltaic::accelerator::{Accelerator, HpuAccelerator};
+use voltaic::accelerator::HpuAccelerator;
 use voltaic::data::MnistData;
 use voltaic::prelude::*;
 

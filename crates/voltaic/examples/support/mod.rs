@@ -4,7 +4,7 @@
 use std::env;
 use std::process::{Command, exit};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, bail};
 use voltaic::prelude::*;
 use voltaic::trainer::TrainerBuilder;
 
