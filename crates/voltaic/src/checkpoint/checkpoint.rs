@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
 use super::chunk::ShardSpec;
-use crate::error::Result;
+use crate::error::{ConfigError, Result};
 
 /// Version of the file layout; a file of a later version is refused. Version 2 added the checksum.
 pub const FORMAT_VERSION: u32 = 2;
@@ -119,6 +119,41 @@ impl Checkpoint {
                 Some((name.strip_prefix(prefix)?.to_owned(), tensor.shallow_clone()))
             })
             .collect()
+    }
+
+    /// Renames weights by what their names begin with: `(from, to)`, of several the first that fits. `key` is what asked for it.
+    ///
+    /// # Errors
+    /// If no name begins with one of them, or two weights would have one name.
+    pub(crate) fn rename(&mut self, rules: &[(String, String)], key: &str) -> Result<(), ConfigError> {
+        if rules.is_empty() {
+            return Ok(());
+        }
+        let refuse = |what: String, remedy: &'static str| Err(ConfigError::new(key, what, remedy));
+        let mut is_used = vec![false; rules.len()];
+        let mut renamed = |name: &mut String| {
+            let found = rules.iter().zip(&mut is_used).find(|((from, _), _)| name.starts_with(from));
+            if let Some(((from, to), is_used)) = found {
+                *is_used = true;
+                name.replace_range(..from.len(), to);
+            }
+        };
+        self.weights.iter_mut().for_each(|(name, _)| renamed(name));
+        self.meta.frozen.iter_mut().for_each(&mut renamed);
+        if let Some(((from, to), _)) = rules.iter().zip(is_used).find(|(_, is_used)| !is_used) {
+            return refuse(
+                format!("no name that is left for {from}={to} begins with {from}"),
+                "leave it out",
+            );
+        }
+        let mut names: Vec<&str> = self.weights.iter().map(|(name, _)| name.as_str()).collect();
+        names.sort_unstable();
+        match names.windows(2).find(|pair| pair[0] == pair[1]) {
+            Some(pair) => {
+                refuse(format!("two weights would be {}", pair[0]), "rename one of them to another name")
+            }
+            None => Ok(()),
+        }
     }
 
     /// Leaves out weights with these names, of parameters that are frozen.

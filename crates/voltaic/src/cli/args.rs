@@ -8,7 +8,7 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 
 use super::outcome::Failure;
-use super::request::{GenerateArgs, QuantizeArgs, ShowArgs, Verb};
+use super::request::{GenerateArgs, QuantizeArgs, ShowArgs, Verb, renamed};
 use crate::checkpoint::ReadLimits;
 use crate::config::{Assignment, nearest};
 
@@ -194,13 +194,6 @@ pub(super) struct ConvertArgs {
     /// How many times the size of a file of PyTorch or Lightning, or of a folder, its values and tensors may take, and 64 MiB more.
     #[arg(long = "max_growth", value_name = "N", default_value_t = ReadLimits::default().max_growth)]
     pub max_growth: u64,
-}
-
-/// `FROM=TO`.
-fn renamed(text: &str) -> Result<(String, String), String> {
-    let split = text.split_once('=').filter(|(from, to)| from != to);
-    let (from, to) = split.ok_or("give FROM=TO, such as model.= to take a prefix off")?;
-    Ok((from.to_owned(), to.to_owned()))
 }
 
 /// A format of checkpoints.

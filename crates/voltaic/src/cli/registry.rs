@@ -296,32 +296,7 @@ impl Registry {
                 "default": null,
             }),
         );
-        properties.insert(
-            "weights".to_owned(),
-            json!({
-                "description": "Weights that the call begins with: a checkpoint or a file of weights, or a path and how strict. ckpt_path comes first.",
-                "anyOf": [
-                    {"type": ["string", "null"]},
-                    {
-                        "type": "object",
-                        "properties": {
-                            "path": {
-                                "description": "The checkpoint or file of weights.",
-                                "type": ["string", "null"],
-                                "default": null,
-                            },
-                            "strict": {
-                                "description": "All names must be on both sides.",
-                                "type": "boolean",
-                                "default": true,
-                            },
-                        },
-                        "additionalProperties": false,
-                    },
-                ],
-                "default": null,
-            }),
-        );
+        properties.insert("weights".to_owned(), weights());
         let definitions = generator.take_definitions(true);
         json!({
             "type": "object",
@@ -513,6 +488,39 @@ fn family(description: &str, classes: &[&Class], is_needed: bool, generator: &mu
         _ => Value::Null,
     };
     json!({"description": description, "anyOf": options, "default": default})
+}
+
+/// The schema of `weights`.
+fn weights() -> Value {
+    json!({
+        "description": "Weights that the call begins with: a checkpoint or a file of weights, or a path, how strict, and how to rename. ckpt_path comes first.",
+        "anyOf": [
+            {"type": ["string", "null"]},
+            {
+                "type": "object",
+                "properties": {
+                    "path": {
+                        "description": "The checkpoint or file of weights.",
+                        "type": ["string", "null"],
+                        "default": null,
+                    },
+                    "strict": {
+                        "description": "All names must be on both sides.",
+                        "type": "boolean",
+                        "default": true,
+                    },
+                    "rename": {
+                        "description": "FROM=TO: names that begin with FROM begin with TO instead.",
+                        "type": "array",
+                        "items": {"type": "string"},
+                        "default": [],
+                    },
+                },
+                "additionalProperties": false,
+            },
+        ],
+        "default": null,
+    })
 }
 
 /// Reads the arguments of a class and makes it.

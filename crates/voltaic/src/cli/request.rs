@@ -52,6 +52,13 @@ impl Verb {
     }
 }
 
+/// `FROM=TO`.
+pub(super) fn renamed(text: &str) -> Result<(String, String), String> {
+    let split = text.split_once('=').filter(|(from, to)| from != to);
+    let (from, to) = split.ok_or("give FROM=TO, such as model.= to take a prefix off")?;
+    Ok((from.to_owned(), to.to_owned()))
+}
+
 /// Options of `generate`.
 #[derive(Args, Clone, Debug)]
 pub(super) struct GenerateArgs {
@@ -199,15 +206,25 @@ impl RunRequest {
     /// The weights of a file that the call begins with.
     ///
     /// # Errors
-    /// If it says how strict, and not which file.
+    /// If it says how strict or what to rename, and not which file; if a rule is none.
     pub(super) fn weights(&self) -> Result<Option<InitialWeights>, ConfigError> {
         let Some(weights) = self.settings.tree.get("weights") else { return Ok(None) };
         let is_strict = weights.get("strict").and_then(Value::as_bool).unwrap_or(true);
+        let rules = weights.get("rename").and_then(Value::as_array).into_iter().flatten();
+        let rename =
+            rules.map(|rule| renamed(rule.as_str().unwrap_or_default())).collect::<Result<Vec<_>, _>>();
+        let rename = rename.map_err(|what| {
+            ConfigError::new("weights.rename", what, "write it as in weights.rename=[model.=net.]")
+        })?;
         match weights.as_str().or_else(|| weights.get("path")?.as_str()) {
-            Some(path) => Ok(Some(InitialWeights { path: path.into(), strict: is_strict })),
+            Some(path) => Ok(Some(InitialWeights { path: path.into(), strict: is_strict, rename })),
             None if !is_strict => {
                 let remedy = "give weights.path=FILE, or leave weights.strict out";
                 Err(ConfigError::new("weights.strict", "false, but there is no file", remedy))
+            }
+            None if !rename.is_empty() => {
+                let remedy = "give weights.path=FILE, or leave weights.rename out";
+                Err(ConfigError::new("weights.rename", "there is no file", remedy))
             }
             None => Ok(None),
         }
@@ -221,8 +238,8 @@ impl RunRequest {
         if let Some(path) = self.ckpt_path() {
             trainer.ckpt_path(path);
         }
-        if let Some(InitialWeights { path, strict }) = self.weights()? {
-            trainer.weights(path, strict);
+        if let Some(weights) = self.weights()? {
+            trainer.begin_with(weights);
         }
         Ok(())
     }

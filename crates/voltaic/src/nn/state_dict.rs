@@ -150,7 +150,10 @@ pub(super) fn load_each(
             unexpected.len(),
             first_of(&unexpected, 3)
         );
-        return refuse(what, how_to_rename(&keys.missing_keys, &unexpected));
+        let remedy = how_to_rename(&keys.missing_keys, &unexpected).unwrap_or_else(|| {
+            "load it into a module like the one that it was saved from, or rename the tensors".to_owned()
+        });
+        return refuse(what, remedy);
     }
     // one name of a tied parameter is enough
     let filled: HashSet<u64> = copies.iter().filter_map(|(_, target)| target.id()).collect();
@@ -158,6 +161,7 @@ pub(super) fn load_each(
         !given.contains_key(fqn.as_str()) && target.id().is_none_or(|id| !filled.contains(&id))
     };
     keys.missing_keys = own.iter().filter(is_absent).map(|(fqn, _)| fqn.clone()).collect();
+    let has_other_shapes = !problems.is_empty();
     if strict {
         problems.extend(keys.missing_keys.iter().map(|fqn| format!("missing {fqn}")));
         let mut unexpected: Vec<String> =
@@ -166,35 +170,43 @@ pub(super) fn load_each(
         problems.extend(unexpected);
     }
     if !problems.is_empty() {
-        let remedy = "build the module with the sizes it was saved with, or load with strict=false";
-        return refuse(first_of(&problems, 10), remedy.to_owned());
+        let renamed = how_to_rename(&keys.missing_keys, &keys.unexpected_keys).filter(|_| !has_other_shapes);
+        let remedy = renamed.unwrap_or_else(|| {
+            "build the module with the sizes it was saved with, or load with strict=false".to_owned()
+        });
+        return refuse(first_of(&problems, 10), remedy);
     }
     let _no_grad = tch::no_grad_guard();
     copies.into_iter().try_for_each(|(fqn, target)| fill(fqn, target))?;
     Ok(keys)
 }
 
-/// What to do if no name of a state is one of the module's: leave out the prefix that all have on one side, if that is it.
-fn how_to_rename(missing: &[String], unexpected: &[String]) -> String {
-    let prefix_of = |longer: &[String], shorter: &[String]| {
-        let long: HashSet<&str> = longer.iter().map(String::as_str).collect();
-        let first = shorter.first()?;
-        let prefixes = longer.iter().filter_map(|name| name.strip_suffix(first.as_str()));
-        let fits =
-            |prefix: &&str| shorter.iter().all(|name| long.contains(format!("{prefix}{name}").as_str()));
-        prefixes.filter(|prefix| prefix.ends_with('.')).find(fits).map(str::to_owned)
+/// How to rename a state whose names differ from the module's only in what they begin with.
+fn how_to_rename(missing: &[String], unexpected: &[String]) -> Option<String> {
+    let (few, many) =
+        if missing.len() <= unexpected.len() { (missing, unexpected) } else { (unexpected, missing) };
+    let known: HashSet<&str> = many.iter().map(String::as_str).collect();
+    let first = few.first()?;
+    let (own, other) = many.iter().filter_map(|name| prefixes_of(first, name)).find(|(own, other)| {
+        few.iter().all(|name| {
+            name.strip_prefix(own).is_some_and(|rest| known.contains(format!("{other}{rest}").as_str()))
+        })
+    })?;
+    let (to, from) = if missing.len() <= unexpected.len() { (own, other) } else { (other, own) };
+    let what = match (from, to) {
+        (from, "") => format!("take the prefix `{from}` off the names of the state"),
+        ("", to) => format!("put the prefix `{to}` before the names of the state"),
+        (from, to) => format!("replace the prefix `{from}` of the names of the state by `{to}`"),
     };
-    if let Some(prefix) = prefix_of(unexpected, missing) {
-        return format!(
-            "take the prefix `{prefix}` off the names of the state, of a file by convert --rename={prefix}="
-        );
-    }
-    match prefix_of(missing, unexpected) {
-        Some(prefix) => {
-            format!(
-                "put the prefix `{prefix}` before the names of the state, of a file by convert --rename=={prefix}"
-            )
-        }
-        None => "load it into a module like the one that it was saved from, or rename the tensors".to_owned(),
-    }
+    Some(format!("{what}, of a file by weights.rename=[{from}={to}], or convert --rename={from}={to}"))
+}
+
+/// What two names begin with, if they end alike.
+fn prefixes_of<'a>(one: &'a str, other: &'a str) -> Option<(&'a str, &'a str)> {
+    let alike = one.bytes().rev().zip(other.bytes().rev()).take_while(|(a, b)| a == b).count();
+    let end = one.get(one.len() - alike..)?;
+    let is_whole = |name: &str| name.len() == end.len() || name[..name.len() - end.len()].ends_with('.');
+    // what is alike begins with a whole part of both names
+    let end = if is_whole(one) && is_whole(other) { end } else { end.split_once('.')?.1 };
+    Some((one.strip_suffix(end)?, other.strip_suffix(end)?))
 }

@@ -105,7 +105,24 @@ impl Trainer {
     ///
     /// Source: `torch.nn.Module.load_state_dict`.
     pub fn weights(&mut self, path: impl Into<PathBuf>, strict: bool) -> &mut Self {
-        self.run.weights = Some(InitialWeights { path: path.into(), strict });
+        self.weights_renamed(path, strict, [])
+    }
+
+    /// [`Trainer::weights`] of a file whose names begin otherwise: `[("model.", "net.")]` renames `model.fc.weight` to
+    /// `net.fc.weight`. Of several pairs the first counts that fits a name. Strategies that shard weights do not rename:
+    /// `voltaic convert --rename` does.
+    pub fn weights_renamed<const N: usize>(
+        &mut self,
+        path: impl Into<PathBuf>,
+        strict: bool,
+        rename: [(&str, &str); N],
+    ) -> &mut Self {
+        let rename = rename.map(|(from, to)| (from.to_owned(), to.to_owned())).into();
+        self.begin_with(InitialWeights { path: path.into(), strict, rename })
+    }
+
+    pub(crate) fn begin_with(&mut self, weights: InitialWeights) -> &mut Self {
+        self.run.weights = Some(weights);
         self
     }
 

@@ -236,5 +236,9 @@ fn names_that_do_not_fit_are_told() {
     assert!(to.weight.detach().equal(&from.weight.detach()));
     assert!(to.load_state_dict(&from.state_dict(), true).unwrap().is_empty());
     assert!(to.load_state_dict(&[], false).is_ok(), "nothing was to be loaded");
-    assert_error!(to.load_state_dict(&partly, true), "missing bias, unexpected model.bias");
+    assert_error!(
+        to.load_state_dict(&partly, true),
+        "missing bias, unexpected model.bias",
+        "take the prefix `model.` off",
+    );
 }

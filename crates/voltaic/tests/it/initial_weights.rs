@@ -114,3 +114,65 @@ fn names_may_be_on_one_side_only_unless_strict() {
         assert!(!has_taken(&net.state_dict()), "they are for one call");
     }
 }
+
+/// Names may begin otherwise: the error says how, and what it says to write works.
+#[test]
+fn a_file_whose_names_begin_otherwise_is_renamed() {
+    let root = TempDir::new().unwrap();
+    let file = root.path().join("theirs.safetensors");
+    let saved = Net::new().state_dict();
+    for (from, to) in [("model.net.", ""), ("", "fc"), ("body.fc", "fc")] {
+        let theirs: Vec<(String, &Tensor)> =
+            saved.iter().map(|(name, tensor)| (name.replacen(to, from, 1), tensor)).collect();
+        let theirs: Vec<(&str, &Tensor)> =
+            theirs.iter().map(|(name, tensor)| (name.as_str(), *tensor)).collect();
+        Tensor::write_safetensors(&theirs, &file).unwrap();
+        let mut net = Net::new();
+        let mut trainer = silent().max_epochs(0).build().unwrap();
+        trainer.weights_renamed(&file, true, [(from, to)]).fit(&mut net, &mut loaders()).unwrap();
+        assert_eq!(net.state_dict(), saved, "{from}={to}");
+    }
+    let error =
+        silent().max_epochs(0).build().unwrap().weights(&file, true).fit(&mut Net::new(), &mut loaders());
+    assert_error!(error, "take the prefix `body.` off", "weights.rename=[body.=]", "--rename=body.=");
+    let refused = |rename: (&str, &str)| {
+        let mut trainer = silent().max_epochs(0).build().unwrap();
+        trainer.weights_renamed(&file, true, [rename]).fit(&mut Net::new(), &mut loaders())
+    };
+    assert_error!(
+        refused(("none.", "")),
+        "weights.rename: no name that is left for none.= begins with none."
+    );
+    let mut sharded = silent().max_epochs(0).strategy("zero3").build().unwrap();
+    let error = sharded.weights_renamed(&file, true, [("body.", "")]).fit(&mut Net::new(), &mut loaders());
+    assert_error!(error, "weights.rename", "voltaic convert FILE NEW --rename FROM=TO");
+}
+
+/// The error of names that begin otherwise on both sides has what to write.
+#[test]
+fn the_command_renames_weights() {
+    let root = TempDir::new().unwrap();
+    let digits = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data/digits");
+    let run = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_voltaic"));
+        command.args(["validate", "--model=Mlp", "--data=MnistData", "--trainer.limit_val_batches=1"]);
+        command.arg(format!("--data.data_dir={}", digits.display())).arg("--trainer.accelerator=cpu");
+        let output = command.args(arguments).current_dir(root.path()).output().unwrap();
+        (output.status.success(), String::from_utf8(output.stderr).unwrap())
+    };
+    let net = voltaic::models::Mlp::new(voltaic::models::MlpConfig::default()).unwrap();
+    let theirs = net.state_dict().into_iter().map(|(name, tensor)| (format!("model.{name}"), tensor));
+    let theirs: Vec<(String, Tensor)> = theirs.collect();
+    let named: Vec<(&str, &Tensor)> = theirs.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    Tensor::write_safetensors(&named, root.path().join("theirs.safetensors")).unwrap();
+    let (is_done, errors) = run(&["--weights=theirs.safetensors"]);
+    let told = errors.split("weights.rename=").nth(1).and_then(|rest| rest.split(',').next());
+    let told = told.map(|rule| format!("--weights.rename={rule}"));
+    assert!(!is_done && told.is_some(), "{errors}");
+    let (is_done, errors) = run(&["--weights.path=theirs.safetensors", &told.unwrap()]);
+    assert!(is_done, "{errors}");
+    let (is_done, errors) = run(&["--weights.rename=[model.=]"]);
+    assert!(!is_done && errors.contains("weights.rename"), "{errors}");
+    let (is_done, errors) = run(&["--weights.path=theirs.safetensors", "--weights.rename=[model.]"]);
+    assert!(!is_done && errors.contains("give FROM=TO"), "{errors}");
+}

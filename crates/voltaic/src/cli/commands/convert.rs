@@ -145,40 +145,16 @@ fn run(arguments: &ConvertArgs) -> Result<String, Error> {
     Ok(text)
 }
 
-/// Renames weights by what their names begin with.
 fn rename(
     checkpoint: &mut Checkpoint,
     rules: &[(String, String)],
     drops_training: bool,
 ) -> Result<(), ConfigError> {
-    if rules.is_empty() {
-        return Ok(());
+    let key = "convert --rename";
+    if !rules.is_empty() && checkpoint.training.is_some() && !drops_training {
+        return Err(ConfigError::new(key, "the training state has the names, too", "add --weights_only"));
     }
-    let refuse = |what, remedy| Err(ConfigError::new("convert --rename", what, remedy));
-    if checkpoint.training.is_some() && !drops_training {
-        return refuse("the training state has the names, too".to_owned(), "add --weights_only");
-    }
-    let mut is_used = vec![false; rules.len()];
-    let mut renamed = |name: &mut String| {
-        let found = rules.iter().zip(&mut is_used).find(|((from, _), _)| name.starts_with(from));
-        if let Some(((from, to), is_used)) = found {
-            *is_used = true;
-            name.replace_range(..from.len(), to);
-        }
-    };
-    checkpoint.weights.iter_mut().for_each(|(name, _)| renamed(name));
-    checkpoint.meta.frozen.iter_mut().for_each(&mut renamed);
-    if let Some(((from, to), _)) = rules.iter().zip(is_used).find(|(_, is_used)| !is_used) {
-        return refuse(format!("no name that is left for {from}={to} begins with {from}"), "leave it out");
-    }
-    let mut names: Vec<&str> = checkpoint.weights.iter().map(|(name, _)| name.as_str()).collect();
-    names.sort_unstable();
-    match names.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => {
-            refuse(format!("two weights would be {}", pair[0]), "rename one of them to another name")
-        }
-        None => Ok(()),
-    }
+    checkpoint.rename(rules, key)
 }
 
 fn how_to_read(arguments: &ConvertArgs, weights_only: bool) -> Result<DeepSpeedRead, Error> {

@@ -184,6 +184,8 @@ conversions! { CkptPath:
 pub(crate) struct InitialWeights {
     pub path: PathBuf,
     pub strict: bool,
+    /// What names begin with, and what they do instead.
+    pub rename: Vec<(String, String)>,
 }
 
 #[cfg(test)]

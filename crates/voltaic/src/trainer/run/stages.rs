@@ -267,9 +267,10 @@ impl<M: LightningModule> Session<'_, M> {
 
     /// Loads the weights that the call begins with, if they are a file's.
     fn take_initial_weights(&mut self) -> Result<()> {
-        let Some(InitialWeights { path, strict }) = self.run.weights.clone() else { return Ok(()) };
+        let Some(InitialWeights { path, strict, rename }) = self.run.weights.clone() else { return Ok(()) };
         let path = expand_home(path);
         let mut loaded = load(self, &path, false)?;
+        loaded.rename(&rename)?;
         let keys = restore_weights(self, &mut loaded, ("weights", &path), strict)?;
         if self.options.is_trial || !self.run.world().is_global_zero() {
             return Ok(());

@@ -49,6 +49,27 @@ pub(crate) struct Opened {
     unread: Option<Unread>,
 }
 
+impl Opened {
+    /// Renames weights by what their names begin with.
+    ///
+    /// # Errors
+    /// If ranks read them by their names in the file; as [`Checkpoint::rename`].
+    pub fn rename(&mut self, rules: &[(String, String)]) -> Result<()> {
+        let key = "weights.rename";
+        if rules.is_empty() {
+            return Ok(());
+        }
+        if self.unread.is_some() {
+            let what = "ranks of this strategy read their shards of the file by its own names";
+            let remedy = "rename them before, by `voltaic convert FILE NEW --rename FROM=TO --weights_only`";
+            return Err(ConfigError::new(key, what, remedy).into());
+        }
+        use_master_weights(&mut self.checkpoint, &|_| true)?; // which have the names of the file
+        self.checkpoint.training = None;
+        Ok(self.checkpoint.rename(rules, key)?)
+    }
+}
+
 /// Reads a checkpoint, or what ranks read of it that read their own shards later. States of optimizers may be left out unless the call
 /// trains.
 ///
