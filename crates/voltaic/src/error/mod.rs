@@ -155,6 +155,17 @@ const ANOMALY: &str = "look at what goes into it, or lower the learning rate";
 const INTERRUPTED: &str = "resume with ckpt_path=last if a checkpoint was saved";
 
 impl Error {
+    /// Says of a checkpoint that does not fit which file it is.
+    pub(crate) fn of_file(self, path: &Path) -> Self {
+        match self {
+            Self::Checkpoint(CheckpointError::Mismatch { module, problem: Problem { what, remedy } }) => {
+                let problem = Problem::new(format!("{}: {what}", path.display()), remedy);
+                CheckpointError::Mismatch { module, problem }.into()
+            }
+            other => other,
+        }
+    }
+
     /// How to fix it, which is what the message ends with; none if that is not known, such as for an error of the user's
     /// code. Of an error that the user's code passed on ([`Error::Hook`]), that error's remedy.
     pub fn remedy(&self) -> Option<Cow<'_, str>> {

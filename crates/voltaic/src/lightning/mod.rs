@@ -12,6 +12,7 @@ mod facts;
 mod groups;
 mod hook_context;
 mod hooks;
+mod load;
 mod logged;
 mod manual;
 mod module;
@@ -32,6 +33,7 @@ pub(crate) use groups::{Logging, Position, Training};
 pub use hook_context::HookContext;
 pub use hooks::{Hook, StepHook};
 pub(crate) use hooks::{HookFacts, each_hook, each_step_hook};
+pub(crate) use load::load_weights;
 #[cfg(test)]
 pub(crate) use logged::READS;
 pub(crate) use logged::{Level, LogScope, Logged, MetricStore, MetricsMark, MetricsState, Phase};

@@ -1,14 +1,20 @@
 //! `LightningModule`: a model with its steps, its optimizers and its hooks.
 
+use std::path::Path;
+
+use serde::de::DeserializeOwned;
 use tch::Tensor;
 
 use super::callback::Callback;
 use super::hook_context::HookContext;
 use super::hooks::{Hook, StepHook, call_method, each_hook, each_step_hook, hook_methods};
+use super::load;
 use super::module_tensors::ModuleTensors;
 use super::step_context::StepContext;
+use crate::checkpoint::{Checkpoint, CheckpointMeta};
 use crate::data::{Batch, DataLoader, Stage};
 use crate::device::Device;
+use crate::error::Error;
 use crate::nn::{Module, ModuleExt, set_training};
 use crate::optim::{GradientClip, LrScheduler, Optimizer, Optimizers, ParamGroup};
 
@@ -241,6 +247,56 @@ pub trait LightningModule: Module + Sized {
     /// The values that made this module, for loggers and checkpoints; `null` if it has none.
     fn hyper_parameters(&self) -> serde_json::Value {
         serde_json::Value::Null
+    }
+
+    /// A module with the weights of a checkpoint, on the CPU: `make` makes it of the hyper-parameters that were saved, then its weights
+    /// are loaded, and it gets what its [`on_save_checkpoint`](LightningModule::on_save_checkpoint) saved. Frozen parameters that the
+    /// checkpoint leaves out stay as `make` makes them. So do, unless `strict`, weights whose names are on one side only.
+    ///
+    /// ```
+    /// # use voltaic::models::{Gpt, GptConfig};
+    /// # use voltaic::prelude::*;
+    /// # fn main() -> Result<()> {
+    /// # let folder = tempfile::tempdir()?;
+    /// # let path = folder.path().join("last.ckpt");
+    /// # let config = GptConfig { vocab_size: 5, block_size: 4, n_layer: 1, n_head: 1, n_embd: 8, ..GptConfig::default() };
+    /// # let saved = Gpt::new(config)?;
+    /// # Trainer::builder().accelerator("cpu").build()?.save_weights(&saved, &path, None)?;
+    /// let gpt = Gpt::load_from_checkpoint(&path, true, Gpt::new)?;
+    /// # assert_eq!(gpt.state_dict(), saved.state_dict());
+    ///
+    /// // with other values than those that were saved
+    /// let gpt = Gpt::load_from_checkpoint(&path, true, |config| Gpt::new(GptConfig { dropout: 0.0, ..config }))?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// Source: Lightning's `LightningModule.load_from_checkpoint`.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::load`]; [`Mismatch`](crate::error::CheckpointError::Mismatch) if `make` takes
+    /// other hyper-parameters, shapes differ, or when `strict` names are missing or left over; those of `make` and of `on_load_checkpoint`.
+    fn load_from_checkpoint<H: DeserializeOwned, E: From<Error>>(
+        path: impl AsRef<Path>,
+        strict: bool,
+        make: impl FnOnce(H) -> Result<Self, E>,
+    ) -> Result<Self, E> {
+        let path = path.as_ref();
+        let mut checkpoint = Checkpoint::load(path)?;
+        let mut module = make(load::hyper_parameters(&checkpoint, path)?)?;
+        let saved = load::restore(module.as_dyn(), &mut checkpoint, strict);
+        if let Some((saved, tensors)) = saved.map_err(|error| error.of_file(path))? {
+            let CheckpointMeta { epoch, global_step, .. } = checkpoint.meta;
+            let hook = "on_load_checkpoint";
+            module.on_load_checkpoint(&saved, &tensors).map_err(|source| Error::Hook {
+                hook,
+                rank: 0,
+                epoch,
+                global_step,
+                source,
+            })?;
+        }
+        Ok(module)
     }
 
     // a method for each hook, with its doc: hooks.rs has the tables

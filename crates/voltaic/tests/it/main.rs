@@ -65,6 +65,7 @@ mod fabric_steps;
 mod find_checkpoint;
 mod flops;
 mod frames;
+mod from_checkpoint;
 mod gaudi_documents;
 mod generation;
 mod graph;

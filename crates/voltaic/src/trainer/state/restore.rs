@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
-use tch::{Kind, Tensor};
+use tch::Kind;
 
 use crate::accelerator::rng;
 use crate::callback::Callback;
@@ -17,7 +17,7 @@ use crate::checkpoint::{
 use crate::data::Stage;
 use crate::distributed::World;
 use crate::error::{CheckpointError, ConfigError, Error, Problem, Result};
-use crate::module::{LightningModule, MetricsState, ModuleTensors, Profiling, RunFacts};
+use crate::module::{LightningModule, MetricsState, ModuleTensors, Profiling, RunFacts, load_weights};
 use crate::nn::te::load_fp8_state_dict;
 use crate::nn::{
     IncompatibleKeys, Module, ModuleExt, Parameter, StateEntry, check_tied, frozen_parameters,
@@ -122,18 +122,7 @@ fn of_other_module<M: LightningModule>(
             );
             CheckpointError::Mismatch { module, problem }.into()
         }
-        other => of_file(other, path),
-    }
-}
-
-/// Says of what does not fit which file it is from.
-fn of_file(error: Error, path: &Path) -> Error {
-    match error {
-        Error::Checkpoint(CheckpointError::Mismatch { module, problem: Problem { what, remedy } }) => {
-            let problem = Problem::new(format!("{}: {what}", path.display()), remedy);
-            CheckpointError::Mismatch { module, problem }.into()
-        }
-        other => other,
+        other => other.of_file(path),
     }
 }
 
@@ -144,30 +133,19 @@ pub(crate) fn restore_weights<M: LightningModule>(
     (key, path): (&'static str, &Path),
     strict: bool,
 ) -> Result<IncompatibleKeys> {
-    let full = full_precision(session);
     let frozen = left_out(session, &loaded.checkpoint.meta.frozen, path)?;
-    let own = frozen.iter().map(|(name, shape)| (name.as_str(), shape.clone()));
     let Some(unread) = &loaded.unread else {
         let names = loaded.checkpoint.weights.iter().map(|(name, _)| name.as_str());
         if quant::has_scales(names) {
             refuse_to_quantize(session, (key, path), session.run.at.stage == Stage::Fit)?;
-            let restored = quant::restore(session.module.as_dyn(), &mut loaded.checkpoint.weights);
-            restored.map_err(|error| of_other_module(error, session, loaded, path))?;
         }
-        let taken = use_master_weights(&mut loaded.checkpoint, &|fqn| full.contains(fqn))?;
+        let done = load_weights(session.module.as_dyn(), &mut loaded.checkpoint, &frozen, strict);
+        let (keys, taken) = done.map_err(|error| of_other_module(error, session, loaded, path))?;
         log_master_weights(taken, path);
-        let weights = loaded.checkpoint.weights.iter().map(|(name, tensor)| (name.as_str(), tensor));
-        let given: HashMap<&str, &Tensor> = weights.collect();
-        let shapes: Vec<_> = given.iter().map(|(name, tensor)| (*name, tensor.size())).chain(own).collect();
-        let module = session.module.as_dyn();
-        let done = check_tied(module, &mut |name| Ok(given.get(name).map(|values| values.shallow_clone())));
-        let done = done.and_then(|()| {
-            load_state_dict_each(module, &shapes, strict, &mut |name, held| {
-                given.get(name).map_or(Ok(()), |values| held.fill(values))
-            })
-        });
-        return done.map_err(|error| of_other_module(error, session, loaded, path));
+        return Ok(keys);
     };
+    let full = full_precision(session);
+    let own = frozen.iter().map(|(name, shape)| (name.as_str(), shape.clone()));
     if quant::has_scales(unread.weights().into_iter().map(|(name, _)| name)) {
         refuse_to_quantize(session, (key, path), true)?;
     }
@@ -363,14 +341,14 @@ pub(crate) fn restore_training<M: LightningModule>(
             let groups: Vec<Value> = groups.collect();
             let read = restore_sharded(session, unread, groups)
                 .map(|whole| grads.into_iter().chain(whole).collect())
-                .map_err(|error| of_file(error, &path));
+                .map_err(|error| error.of_file(&path));
             agreed(session.run.world(), "read", &path, read)?
         }
         None => {
             let states = training.optimizers.into_iter().zip(groups);
             let states = states.map(|(tensors, groups)| OptimizerState { tensors, groups });
             for (optimizer, state) in session.training.optimizers.iter_mut().zip(states) {
-                optimizer.load_state_dict(state).map_err(|error| of_file(error, &path))?;
+                optimizer.load_state_dict(state).map_err(|error| error.of_file(&path))?;
             }
             grads
         }
