@@ -83,7 +83,7 @@ impl Program {
     fn run_off(&self, x: &Tensor, off: f64) -> anyhow::Result<Tensor> {
         let weight = self.weight.leaf();
         // the input itself cannot be written
-        let all = vec![weight.f_mul_scalar(0.5)?.f_tanh()?, x.f_mul_scalar(1.5)?, x.f_mul_scalar(0.5)?];
+        let all = [weight.f_mul_scalar(0.5)?.f_tanh()?, x.f_mul_scalar(1.5)?, x.f_mul_scalar(0.5)?];
         let mut all = all.iter().map(|value| off_by(value, off)).collect::<Result<Vec<_>, _>>()?;
         for step in &self.steps {
             let at = |back: usize| all[all.len() - 1 - back % all.len()].shallow_clone();
