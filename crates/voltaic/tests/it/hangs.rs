@@ -18,7 +18,8 @@ use crate::ddp::{FOLDER, Net, builder, folder_of_parent, loaders};
 use crate::probe::{files, own_process, own_thread, plays};
 use crate::signal::signal_self;
 
-const TIMEOUT_SECS: f64 = 1.5;
+/// Long enough for ranks that start beside others on a busy machine.
+const TIMEOUT_SECS: f64 = 4.0;
 
 /// What goes wrong, and in which phase; the ones of each run.
 const CASES: [[&str; 2]; 10] = [
@@ -200,8 +201,8 @@ fn run([fault, phase]: [&str; 2]) {
     let said = if other == 0 { &shown } else { &log };
     let all = format!("{what}: {shown}\n--- rank 1:\n{log}");
     assert!(output.status.code().is_some_and(|code| code > 0), "{all}");
-    // processes start, time-out, 5 s for questions, 3 s to end; on a machine with other work
-    assert!(took < Duration::from_secs(30), "{took:?} {all}");
+    // processes start, time-out, 5 s for questions, 3 s to end; on a machine with other work; a rank that sleeps does so for longer
+    assert!(took < Duration::from_secs(50), "{took:?} {all}");
 
     let own = record(folder.path(), other);
     assert_eq!((&own[0]["rank"], &own[0]["attempt"]), (&other.into(), &0.into()), "{all}");
@@ -285,7 +286,7 @@ fn run_in(place: &str, fault: [&str; 2]) -> (String, TempDir) {
         let output = second.wait_with_output().unwrap();
         assert!(!output.status.success(), "{place} {what}: {shown}");
     }
-    assert!(started.elapsed() < Duration::from_secs(45), "{:?} {place} {what}: {shown}", started.elapsed());
+    assert!(started.elapsed() < Duration::from_secs(50), "{:?} {place} {what}: {shown}", started.elapsed());
     (shown, folder)
 }
 
