@@ -38,6 +38,7 @@ mod folders;
 mod frozen;
 mod fuzz;
 mod gaudi;
+mod generation;
 mod half;
 #[path = "../support/heavy.rs"]
 mod heavy;
