@@ -103,6 +103,14 @@ impl Unread {
         }
     }
 
+    /// Whether two names are those of one tensor.
+    pub(crate) fn are_one(&self, first: &str, other: &str) -> bool {
+        match self {
+            Self::Folder(shards) => shards.are_one(first, other),
+            Self::File(_) | Self::Memory(_) => false,
+        }
+    }
+
     /// A whole tensor.
     ///
     /// # Errors

@@ -38,7 +38,7 @@ pub(crate) fn load_weights(
     let given: HashMap<&str, &Tensor> = weights.collect();
     let left_out = left_out.iter().map(|(name, shape)| (name.as_str(), shape.clone()));
     let shapes: Vec<_> = given.iter().map(|(name, tensor)| (*name, tensor.size())).chain(left_out).collect();
-    check_tied(module, &mut |name| Ok(given.get(name).map(|values| values.shallow_clone())))?;
+    check_tied(module, &|_, _| false, &mut |name| Ok(given.get(name).map(|values| values.shallow_clone())))?;
     let keys = load_state_dict_each(module, &shapes, strict, &mut |name, held| {
         given.get(name).map_or(Ok(()), |values| held.fill(values))
     })?;

@@ -176,6 +176,11 @@ pub(super) fn load_each(
         });
         return refuse(first_of(&problems, 10), remedy);
     }
+    // of the names of a tied parameter the last one counts, and in the order of files neighbours share blocks that are read
+    let last: HashMap<u64, &String> =
+        copies.iter().filter_map(|(fqn, target)| Some((target.id()?, *fqn))).collect();
+    copies.retain(|(fqn, target)| target.id().is_none_or(|id| last.get(&id) == Some(fqn)));
+    copies.sort_unstable_by_key(|(fqn, _)| *fqn);
     let _no_grad = tch::no_grad_guard();
     copies.into_iter().try_for_each(|(fqn, target)| fill(fqn, target))?;
     Ok(keys)

@@ -200,7 +200,7 @@ pub trait ModuleExt: Module {
     fn load_state_dict(&self, state: &[(String, Tensor)], strict: bool) -> Result<IncompatibleKeys> {
         let given =
             |name: &str| state.iter().find(|(own, _)| own == name).map(|(_, values)| values.shallow_clone());
-        check_tied(self.as_dyn(), &mut |name| Ok(given(name)))?;
+        check_tied(self.as_dyn(), &|_, _| false, &mut |name| Ok(given(name)))?;
         load_state_dict(self.type_name(), &StateEntry::of(self.as_dyn()), state, strict)
     }
 
@@ -279,16 +279,21 @@ pub(crate) fn tied_names(module: &dyn Module) -> Vec<(String, String)> {
     .collect()
 }
 
-/// Compares the values of tied parameters in a state, which `values` gives by name as far as it has them.
+/// Compares the values of tied parameters in a state, which `values` gives by name as far as it has them; `are_one` says that two names
+/// have the same values.
 ///
 /// # Errors
 /// [`Mismatch`](crate::error::CheckpointError::Mismatch) if two names of one parameter have different values; those of `values`.
 pub(crate) fn check_tied(
     module: &dyn Module,
+    are_one: &dyn Fn(&str, &str) -> bool,
     values: &mut dyn FnMut(&str) -> Result<Option<Tensor>>,
 ) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
     for (other, first) in tied_names(module) {
+        if are_one(&first, &other) {
+            continue;
+        }
         let (Some(own), Some(others)) = (values(&first)?, values(&other)?) else { continue };
         let is_same = own.kind() == others.kind() && own.data_ptr() == others.data_ptr();
         if own.size() != others.size() || is_same {

@@ -4,14 +4,17 @@ use std::path::{Path, PathBuf};
 
 use serde_json::json;
 use tempfile::TempDir;
-use voltaic::callback::{PredictionWriter, PredictionWriterConfig, WriteInterval};
+use voltaic::callback::{Callback, PredictionWriter, PredictionWriterConfig, WriteInterval};
 use voltaic::checkpoint::{Checkpoint, write_folder};
-use voltaic::data::{DataLoader, Loaders, TensorDataset};
+use voltaic::data::{DataLoader, Loaders, Stage, TensorDataset};
 use voltaic::distributed::World;
-use voltaic::module::{LightningModule, StepContext};
+use voltaic::models::{Gpt, GptConfig};
+use voltaic::module::{HookContext, LightningModule, StepContext};
 use voltaic::nn::{Callable, Forward, LayerNorm, Linear, ModuleExt, MultiheadAttention, init};
 use voltaic::optim::{Optimizers, Sgd};
-use voltaic::strategy::{DeepSpeedStrategy, InferenceConfig, TensorParallel, init_inference};
+use voltaic::strategy::{
+    DeepSpeedStrategy, InferenceConfig, ModelParallelStrategy, TensorParallel, init_inference,
+};
 use voltaic::trainer::Trainer;
 use voltaic::{Kind, Module, Tensor};
 
@@ -389,4 +392,106 @@ fn two_replicas_of_two_ranks_predict() {
         written.sort();
         assert_eq!(written, ["predictions.safetensors"], "of both replicas, in the order of the data set");
     }
+}
+
+/// What the process has read of files, as the system counts.
+fn bytes_read() -> u64 {
+    let counts = std::fs::read_to_string("/proc/self/io").unwrap();
+    counts.lines().find_map(|line| line.strip_prefix("rchar: ")).unwrap().parse().unwrap()
+}
+
+/// Counts what is read from the call of its `setup` to the first batch, which is the checkpoint; leaves that and what the rank's slices
+/// have in a file.
+struct Reads(u64);
+
+impl Callback for Reads {
+    fn setup(&mut self, _stage: Stage, _module: &mut dyn Module) -> anyhow::Result<()> {
+        self.0 = bytes_read();
+        Ok(())
+    }
+
+    fn on_predict_start(&mut self, ctx: &mut HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
+        let read = bytes_read() - self.0;
+        let own: usize = module.parameters().iter().map(|parameter| 4 * parameter.numel()).sum();
+        let rank = ctx.process_group().map_or(0, |ranks| ranks.rank());
+        Ok(std::fs::write(folder().join(format!("reads {rank}")), format!("{read} {own}"))?)
+    }
+}
+
+/// One layer whose matrices have many of the blocks that checkpoints are checked in.
+fn wide() -> Gpt {
+    voltaic::ffi::manual_seed(3).unwrap();
+    let sizes =
+        GptConfig { vocab_size: 64, block_size: 16, n_layer: 1, n_head: 4, n_embd: 512, ..GptConfig::tiny() };
+    Gpt::new(sizes).unwrap()
+}
+
+fn tokens() -> DataLoader<(Tensor, Tensor)> {
+    let tokens = Tensor::arange(32, (Kind::Int64, CPU)).view([2, 16]);
+    DataLoader::new(TensorDataset::new((tokens.copy(), tokens)).unwrap()).batch_size(1).build().unwrap()
+}
+
+/// A folder that two ranks have saved, of slices of the same layers.
+fn save_slices() {
+    let strategy = ModelParallelStrategy::tensor_parallel_size(2);
+    let mut trainer =
+        silent().default_root_dir(folder()).devices(2).strategy(strategy).max_steps(1).build().unwrap();
+    let (mut gpt, mut data) = (wide(), Loaders::new().train(tokens()));
+    trainer.fit(&mut gpt, &mut data).unwrap();
+    trainer.save_checkpoint(&mut gpt, &mut data, folder().join("slices.ckpt"), None).unwrap();
+}
+
+fn read_slices(checkpoint: &str) {
+    let mut trainer = silent()
+        .default_root_dir(folder())
+        .devices(2)
+        .strategy(strategy(None))
+        .callback(Reads(0))
+        .build()
+        .unwrap();
+    let mut gpt = wide();
+    trainer
+        .ckpt_path(folder().join(checkpoint))
+        .predict(&mut gpt, &mut Loaders::new().predict(tokens()))
+        .unwrap();
+}
+
+/// What each rank of two has read of a checkpoint, and what its slices have.
+fn reads_of(checkpoint: &str, folder: &Path) -> [[u64; 2]; 2] {
+    text_of(&own_process(checkpoint).env(FOLDER, folder).output().unwrap());
+    [0, 1].map(|rank| {
+        let text = std::fs::read_to_string(folder.join(format!("reads {rank}"))).unwrap();
+        let (read, own) = text.split_once(' ').unwrap();
+        [read, own].map(|number| number.parse().unwrap())
+    })
+}
+
+/// Rank 0 alone reads a file, and checks all of it first.
+#[test]
+fn ranks_read_their_slices() {
+    const CHECKPOINTS: [&str; 3] = ["slices.ckpt", "shards.ckpt", "file.ckpt"];
+    if plays("saves") {
+        return save_slices();
+    }
+    if let Some(checkpoint) = CHECKPOINTS.into_iter().find(|checkpoint| plays(checkpoint)) {
+        return read_slices(checkpoint);
+    }
+    let kept = TempDir::new().unwrap();
+    text_of(&own_process("saves").env(FOLDER, kept.path()).output().unwrap());
+    let checkpoint = Checkpoint::load(kept.path().join("slices.ckpt")).unwrap();
+    checkpoint.save(&kept.path().join("file.ckpt")).unwrap();
+    write_folder(&checkpoint, &kept.path().join("shards.ckpt"), 3).unwrap();
+    let [slices, shards, file] = CHECKPOINTS.map(|checkpoint| reads_of(checkpoint, kept.path()));
+    let all: u64 = wide().parameters().iter().map(|parameter| 4 * parameter.numel() as u64).sum();
+    let seen = format!("of {all}: slices {slices:?}, shards {shards:?}, a file {file:?}");
+    for rank in [0, 1] {
+        let [[slices, own], [shards, _], [file, _]] = [slices[rank], shards[rank], file[rank]];
+        assert!(own < all * 17 / 32, "half of the layers, and norms and positions: {seen}");
+        // but for the index, headers, and blocks at the ends of what both ranks have
+        assert!(slices >= own && slices < all * 5 / 8, "{seen}");
+        // rows that are cut lie in all blocks of their layer
+        assert!(shards >= own && shards < all * 7 / 8, "{seen}");
+        assert!(if rank == 0 { file > all } else { file < all / 16 }, "{seen}");
+    }
+    println!("{seen}");
 }

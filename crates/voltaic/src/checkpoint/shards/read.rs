@@ -35,8 +35,6 @@ pub(crate) struct Shards {
     index: Index,
     /// Those that have been opened, by rank.
     files: Vec<OnceCell<Opened>>,
-    /// The last block of which only a part was requested: adjacent tensors share it.
-    last_block: RefCell<Block>,
 }
 
 /// A file whose header has been checked.
@@ -48,12 +46,13 @@ struct Opened {
     data: u64,
     /// CRC-32 of the blocks of what follows; none in version 1, whose files are checked as a whole when they are opened.
     blocks: Option<Vec<u32>>,
+    /// The last block of which only a part was requested: adjacent tensors share it.
+    last_block: RefCell<Block>,
 }
 
 /// A block that has been checked.
 #[derive(Default)]
 struct Block {
-    rank: usize,
     index: usize,
     /// Empty before the first one.
     bytes: Vec<u8>,
@@ -93,6 +92,35 @@ impl Opened {
         read.map_err(|e| Error::io("read checkpoint", &self.path, e))
     }
 
+    /// Reads bytes of tensors, and checks the blocks that they are in.
+    fn read(&self, start: usize, mut bytes: &mut [u8]) -> Result<()> {
+        let Some(blocks) = &self.blocks else { return self.read_at(start, bytes) };
+        let mut at = start;
+        while !bytes.is_empty() {
+            let (index, first) = (at / BLOCK, at % BLOCK);
+            let block_len = self.block_len(index);
+            let len = bytes.len().min(block_len.saturating_sub(first));
+            let Some(expected) = blocks.get(index).filter(|_| len > 0) else {
+                return Err(unreadable(&self.path, "it has fewer bytes than its header says"));
+            };
+            let (piece, rest) = bytes.split_at_mut(len);
+            if len == block_len {
+                self.read_block(*expected, index, piece)?;
+            } else {
+                let mut last = self.last_block.borrow_mut();
+                if last.index != index || last.bytes.is_empty() {
+                    let mut read = std::mem::take(&mut last.bytes);
+                    read.resize(block_len, 0);
+                    self.read_block(*expected, index, &mut read)?;
+                    *last = Block { index, bytes: read };
+                }
+                piece.copy_from_slice(&last.bytes[first..first + len]);
+            }
+            (bytes, at) = (rest, at + len);
+        }
+        Ok(())
+    }
+
     /// Reads all blocks, and checks them.
     fn check_blocks(&self) -> Result<()> {
         let mut bytes = vec![0; BLOCK];
@@ -120,7 +148,7 @@ impl Shards {
         }
         note_saved_at(index.saved_at);
         let files = index.files.iter().map(|_| OnceCell::new()).collect();
-        Ok(Self { folder: folder.to_path_buf(), index, files, last_block: RefCell::default() })
+        Ok(Self { folder: folder.to_path_buf(), index, files })
     }
 
     /// Facts about the run that has saved it.
@@ -143,6 +171,12 @@ impl Shards {
         let names = self.index.tensors.keys().chain(self.index.tied.keys());
         let weights = names.filter(|name| !name.starts_with(PREFIX));
         weights.filter_map(|name| Some((name.as_str(), self.index.entry(name)?.1.shape.as_slice())))
+    }
+
+    /// Whether two names are those of one tensor.
+    pub(crate) fn are_one(&self, first: &str, other: &str) -> bool {
+        let own = |name| self.index.entry(name).map(|(own, _)| own);
+        own(first).is_some() && own(first) == own(other)
     }
 
     /// safetensors' dtype of a tensor.
@@ -236,7 +270,7 @@ impl Shards {
                 }
                 let opened = self.file(stored.rank)?;
                 let start = opened.start_of(name, entry.dtype, lens[&stored.rank])?;
-                places.push((stored.rank, opened, start + stored.start * size, total, runs));
+                places.push((opened, start + stored.start * size, total, runs));
             }
             total += wanted.numel() * size;
         }
@@ -245,42 +279,13 @@ impl Shards {
         let short = |_| Error::io("read", &self.folder, std::io::ErrorKind::OutOfMemory.into());
         bytes.try_reserve_exact(total).map_err(short)?;
         bytes.resize(total, 0);
-        for (rank, opened, from, to, runs) in places {
+        for (opened, from, to, runs) in places {
             for (stored, wanted, len) in runs {
                 let to = to + wanted * size;
-                self.read(rank, opened, from + stored * size, &mut bytes[to..to + len * size])?;
+                opened.read(from + stored * size, &mut bytes[to..to + len * size])?;
             }
         }
         Ok(Tensor::f_from_data_size(&bytes, &[(total / size) as i64], kind)?)
-    }
-
-    /// Reads bytes of a rank's tensors, and checks the blocks that they are in.
-    fn read(&self, rank: usize, opened: &Opened, start: usize, mut bytes: &mut [u8]) -> Result<()> {
-        let Some(blocks) = &opened.blocks else { return opened.read_at(start, bytes) };
-        let mut at = start;
-        while !bytes.is_empty() {
-            let (index, first) = (at / BLOCK, at % BLOCK);
-            let block_len = opened.block_len(index);
-            let len = bytes.len().min(block_len.saturating_sub(first));
-            let Some(expected) = blocks.get(index).filter(|_| len > 0) else {
-                return Err(unreadable(&opened.path, "it has fewer bytes than its header says"));
-            };
-            let (piece, rest) = bytes.split_at_mut(len);
-            if len == block_len {
-                opened.read_block(*expected, index, piece)?;
-            } else {
-                let mut last = self.last_block.borrow_mut();
-                if (last.rank, last.index) != (rank, index) || last.bytes.is_empty() {
-                    let mut read = std::mem::take(&mut last.bytes);
-                    read.resize(block_len, 0);
-                    opened.read_block(*expected, index, &mut read)?;
-                    *last = Block { rank, index, bytes: read };
-                }
-                piece.copy_from_slice(&last.bytes[first..first + len]);
-            }
-            (bytes, at) = (rest, at + len);
-        }
-        Ok(())
     }
 
     fn kind_of(&self, name: &str, entry: &Entry) -> Result<Kind> {
@@ -338,7 +343,7 @@ impl Shards {
             return Err(unreadable(&path, "its header has not the checksums of all blocks"));
         }
         let (data, blocks) = (header.len() as u64, has_blocks.then_some(blocks));
-        Ok(Opened { path, file, metadata, data, blocks })
+        Ok(Opened { path, file, metadata, data, blocks, last_block: RefCell::default() })
     }
 
     /// The local state of a rank.
@@ -359,7 +364,7 @@ impl Shards {
             };
             let (start, end) = info.data_offsets;
             let mut bytes = vec![0; end - start]; // within the file, by the length in the header
-            self.read(rank, opened, start, &mut bytes)?;
+            opened.read(start, &mut bytes)?;
             let tensor = Tensor::f_from_data_size(&bytes, &shape, kind)?;
             if !add_to_rank(&mut state, own, tensor) {
                 return Err(unreadable(&path, format!("{name} has an unknown meaning")));

@@ -156,7 +156,8 @@ pub(crate) fn restore_weights<M: LightningModule>(
     let mut failures = Failures::of(unread);
     let shapes: Vec<_> = unread.weights().into_iter().chain(own).collect();
     let names: HashSet<&str> = unread.weights().into_iter().map(|(name, _)| name).collect();
-    let tied = check_tied(session.module.as_dyn(), &mut |name| {
+    let are_one = |first: &str, other: &str| unread.are_one(first, other);
+    let tied = check_tied(session.module.as_dyn(), &are_one, &mut |name| {
         names.contains(name).then(|| unread.whole(name)).transpose()
     });
     agreed(
