@@ -58,6 +58,14 @@ pub(super) fn generate<M: LightningModule + CausalLm>(
             done.tokens_per_second(),
             done.cache_bytes
         );
+        let report = trainer.graph_report();
+        if report.captured_by_hand > 0 {
+            tracing::info!(
+                "graphs of a token: {} captured, {} replays",
+                report.captured_by_hand,
+                report.replayed_by_hand
+            );
+        }
     }
     Ok(())
 }

@@ -81,6 +81,8 @@ pub struct CacheStats {
     pub evictions: u64,
     /// How often a dimension of an input had another size than in the call before, and that needed a new graph.
     pub recompilations: BTreeMap<usize, u64>,
+    /// Why there are no graphs, if the module cannot be captured.
+    pub refusal: Option<String>,
 }
 
 impl CacheStats {
@@ -104,6 +106,9 @@ impl fmt::Display for CacheStats {
         }
         for (dim, count) in &self.recompilations {
             writeln!(f, "Captured again for another size of dimension {dim}: {count}")?;
+        }
+        if let Some(refusal) = &self.refusal {
+            writeln!(f, "Not captured: {refusal}")?;
         }
         write!(f, "Total forwards executed: {}", self.num_calls())
     }
@@ -148,7 +153,6 @@ pub(crate) struct GraphCache {
     stats: CacheStats,
     /// It was said that there is no room.
     is_full: bool,
-    pub(crate) refusal: Option<String>,
 }
 
 impl GraphCache {
@@ -166,7 +170,6 @@ impl GraphCache {
             last_sizes: Vec::new(),
             stats,
             is_full: false,
-            refusal: None,
         }
     }
 
@@ -223,7 +226,7 @@ impl GraphCache {
         self.refuse_grad(key.with_grad)?;
         self.count(&key);
         let unchecked = self.graphs.iter().position(|entry| !entry.is_checked && entry.key == key);
-        let outputs = if self.refusal.is_some() || (key.with_grad && !self.options.captures_grad) {
+        let outputs = if self.stats.refusal.is_some() || (key.with_grad && !self.options.captures_grad) {
             self.uncached(inputs, call)?
         } else if let Some(index) = unchecked {
             self.check(module, &key, index, inputs, call)?
@@ -261,7 +264,7 @@ impl GraphCache {
     fn warn_if_full(&mut self, key: &Key) {
         let (Some(backend), Some(max)) = (self.backend(), self.options.max_graphs) else { return };
         let is_known = self.graphs.iter().any(|entry| entry.key == *key);
-        if self.refusal.is_none()
+        if self.stats.refusal.is_none()
             && !is_known
             && self.graphs.len() >= max
             && !std::mem::replace(&mut self.is_full, true)
@@ -389,7 +392,7 @@ impl GraphCache {
     fn refuse(&mut self, error: &GraphError) -> Result<()> {
         fall_back(self.options.compile, error)?;
         tracing::warn!("{} runs without graphs: {error}", self.module);
-        self.refusal = Some(error.to_string());
+        self.stats.refusal = Some(error.to_string());
         self.clear();
         Ok(())
     }
@@ -415,7 +418,7 @@ impl GraphCache {
     }
 
     fn has_room(&mut self, key: &Key) -> bool {
-        if self.refusal.is_some() {
+        if self.stats.refusal.is_some() {
             return false; // since the replay that was tried
         }
         if self.options.max_graphs.is_none_or(|max| self.graphs.len() < max) {
@@ -490,7 +493,7 @@ impl CachedGraphs {
 
     /// Why there are no graphs, if the module cannot be captured.
     pub fn refusal(&self) -> Option<String> {
-        self.0.borrow().refusal.clone()
+        self.0.borrow().stats.refusal.clone()
     }
 
     /// Drops all graphs, with their memory. To be called after a parameter was replaced by another one; weights that were

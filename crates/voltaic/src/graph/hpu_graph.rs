@@ -84,8 +84,24 @@ thread_local! {
     static CAPTURED_STEPS: Cell<u64> = const { Cell::new(0) };
     /// Those that replays on this thread have done since they were last taken.
     static REPLAYED_STEPS: Cell<u64> = const { Cell::new(0) };
+    /// Captures on this thread that can be replayed, and replays.
+    static USES: Cell<GraphUses> = const { Cell::new(GraphUses { captured: 0, replayed: 0 }) };
     /// Why no replay on this thread may do such a step now.
     static OUTDATED: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// How often graphs were captured by hand and replayed.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GraphUses {
+    pub captured: u64,
+    pub replayed: u64,
+}
+
+impl GraphUses {
+    /// Of each [`HpuGraph`] of this thread so far.
+    pub(crate) fn so_far() -> Self {
+        USES.get()
+    }
 }
 
 /// Refuses replays of optimizer steps on this thread, for this reason; none lets them be.
@@ -249,8 +265,9 @@ impl HpuGraph {
         if let Some((_, graph)) = &mut state.cuda {
             let ended = graph.as_mut().map_or(Ok(()), CudaGraph::end);
             *graph = graph.take().filter(|_| ended.is_ok());
-            state.optimizer_steps = CAPTURED_STEPS.get();
-            return Ok(ended?);
+            ended?;
+            state.note_captured();
+            return Ok(());
         }
         let Some(capture) = state.capture.take() else { return Err(GraphError::NotCapturing.into()) };
         let recordings = capture.end()?;
@@ -268,7 +285,7 @@ impl HpuGraph {
             }
             compiled => compiled?,
         };
-        state.optimizer_steps = CAPTURED_STEPS.get();
+        state.note_captured();
         MadeInCapture::note(state.graph.graphs());
         Ok(())
     }
@@ -292,7 +309,7 @@ impl HpuGraph {
             Some((_, Some(graph))) => graph.replay()?,
             _ => drop(state.graph.replay(None)?),
         }
-        state.count_steps();
+        state.note_replayed();
         Ok(())
     }
 
@@ -312,7 +329,7 @@ impl HpuGraph {
         }
         let inputs: Vec<Tensor> = inputs.iter().map(|input| input.shallow_clone()).collect();
         state.graph.replay(Some(&inputs))?;
-        state.count_steps();
+        state.note_replayed();
         Ok(())
     }
 
@@ -395,8 +412,14 @@ impl GraphState {
         self.cuda.as_ref().map_or(self.graph.is_empty(), |(_, graph)| graph.is_none())
     }
 
-    fn count_steps(&self) {
+    fn note_captured(&mut self) {
+        self.optimizer_steps = CAPTURED_STEPS.get();
+        USES.set(GraphUses { captured: USES.get().captured + 1, ..USES.get() });
+    }
+
+    fn note_replayed(&self) {
         REPLAYED_STEPS.set(REPLAYED_STEPS.get() + self.optimizer_steps);
+        USES.set(GraphUses { replayed: USES.get().replayed + 1, ..USES.get() });
     }
 
     fn abort(&mut self) {

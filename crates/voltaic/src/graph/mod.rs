@@ -63,7 +63,7 @@ pub use graphed_callable::{
 };
 pub use hpu_graph::{CaptureGuard, HpuGraph, graph};
 pub(crate) use hpu_graph::{
-    MadeInCapture, forbid_replayed_steps, note_optimizer_step, replayed_steps, take_replayed_steps,
+    GraphUses, MadeInCapture, forbid_replayed_steps, note_optimizer_step, replayed_steps, take_replayed_steps,
 };
 pub use ir::{Buffer, Graph, Node, Operand, Value};
 pub use metrics::{

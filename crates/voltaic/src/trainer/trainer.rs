@@ -326,7 +326,7 @@ impl Trainer {
         self.run.at.progress.global_step
     }
 
-    /// What graphs did in the last fit, with `trainer.graph` on.
+    /// What graphs did in the last call of fit, validate, test or predict.
     pub fn graph_report(&self) -> &GraphReport {
         &self.run.graphs
     }

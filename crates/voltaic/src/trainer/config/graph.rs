@@ -31,7 +31,7 @@ impl fmt::Display for GraphMode {
     }
 }
 
-/// What graphs did in a fit.
+/// What graphs did in a call of fit, validate, test or predict.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GraphReport {
     /// Steps that were captured.
@@ -48,8 +48,14 @@ pub struct GraphReport {
     pub update_refusal: Option<String>,
     /// Graphs that are ready: one for each kind of batch.
     pub graphs: usize,
-    /// Why there are no graphs any more.
+    /// Why there are no graphs, or none any more, though the configuration asks for them.
     pub refusal: Option<String>,
-    /// With `modules`: the fqn and type of each module that was called, such as `encoder (Linear)`, and what its calls found.
+    /// With `modules`, and with compile outside of training steps: the fqn and type of each module that was called, such as
+    /// `encoder (Linear)`, and what its calls found, those of validation in a fit among them.
     pub modules: Vec<(String, CacheStats)>,
+    /// Captures by [`HpuGraph`](crate::graph::HpuGraph) that the module made itself, or a
+    /// [`Generator`](crate::generation::Generator) with `use_graph`, whatever the configuration says.
+    pub captured_by_hand: u64,
+    /// Replays of these.
+    pub replayed_by_hand: u64,
 }

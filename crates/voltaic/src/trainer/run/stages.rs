@@ -61,7 +61,7 @@ impl Run {
         let result =
             result.and_then(|done| session.run.engine.strategy.finish(session.module).map(|()| done));
         let result = session.conclude(result);
-        session.run.graphs = session.graphs.take_report();
+        session.run.graphs = session.graphs.take_report(true);
         drop(session);
         self.engine.end_call();
         self.engine.strategy.teardown();
@@ -86,6 +86,7 @@ impl Run {
         let result =
             result.and_then(|done| session.run.engine.strategy.finish(session.module).map(|()| done));
         let result = session.conclude(result);
+        session.run.graphs = session.graphs.take_report(false);
         drop(session);
         self.at.progress = fitted;
         self.engine.end_call();

@@ -5,7 +5,7 @@ use tch::Tensor;
 use crate::error::{GraphError, Result};
 use crate::ffi::TensorList;
 use crate::graph::{
-    CompileConfig, CompiledGraph, Conditions, FirstCapture, InputSignature, ModuleGraphs, Passes,
+    CompileConfig, CompiledGraph, Conditions, FirstCapture, GraphUses, InputSignature, ModuleGraphs, Passes,
     RECOMPILE_LIMIT, fall_back,
 };
 use crate::module::{Logged, NamedTensors};
@@ -85,6 +85,8 @@ pub(crate) struct StepGraphs {
     /// There with `modules`, and with compile for evaluation.
     pub modules: Option<ModuleGraphs>,
     pub report: GraphReport,
+    /// What was captured by hand before the call.
+    by_hand: GraphUses,
 }
 
 impl StepGraphs {
@@ -107,6 +109,7 @@ impl StepGraphs {
                 None => (mode == GraphMode::Modules).then(ModuleGraphs::default),
             },
             report: GraphReport::default(),
+            by_hand: GraphUses::so_far(),
         }
     }
 
@@ -129,10 +132,33 @@ impl StepGraphs {
         }
     }
 
-    /// What was done so far.
-    pub(crate) fn take_report(&mut self) -> GraphReport {
+    /// What was done in the call.
+    pub(crate) fn take_report(&mut self, is_fit: bool) -> GraphReport {
         let modules = self.modules.as_ref().map_or_else(Vec::new, ModuleGraphs::stats);
-        GraphReport { modules, ..std::mem::take(&mut self.report) }
+        let (now, before) = (GraphUses::so_far(), self.by_hand);
+        let report = std::mem::take(&mut self.report);
+        let refusal = report.refusal.clone().or_else(|| self.unused(is_fit).map(str::to_owned));
+        GraphReport {
+            modules,
+            refusal,
+            captured_by_hand: now.captured - before.captured,
+            replayed_by_hand: now.replayed - before.replayed,
+            ..report
+        }
+    }
+
+    /// Why a call that asks for graphs has tried none.
+    fn unused(&self, is_fit: bool) -> Option<&'static str> {
+        let is_step = self.mode == GraphMode::Step && self.compile.is_none();
+        match &self.modules {
+            None if is_step && !is_fit => Some(
+                "trainer.graph=step captures training steps; set trainer.graph=modules for modules that steps call by ctx.graphed",
+            ),
+            Some(modules) if modules.is_empty() && !(is_fit && self.compile.is_some()) => {
+                Some("no step called a module by ctx.graphed(&module, &input)")
+            }
+            _ => None,
+        }
     }
 
     /// After an epoch, or the part of one: says once if no step has called what it could capture.

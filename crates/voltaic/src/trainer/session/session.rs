@@ -54,7 +54,7 @@ pub(crate) struct Run {
     pub fits: u64,
     /// The end of the last fit, for `Trainer::save_checkpoint`.
     pub snapshot: Option<RunSnapshot>,
-    /// What graphs did in the last fit.
+    /// What graphs did in the last call.
     pub graphs: GraphReport,
 }
 
