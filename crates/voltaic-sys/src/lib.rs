@@ -267,6 +267,13 @@ pub struct vt_moved_value {
 }
 
 #[repr(C)]
+pub struct vt_repeated_call {
+    pub node: usize,
+    pub before: usize,
+    pub chain: *const vt_chain,
+}
+
+#[repr(C)]
 pub struct vt_graph_plan {
     pub runs: *const u8,
     pub buffer_offsets: *const u64,
@@ -283,6 +290,8 @@ pub struct vt_graph_plan {
     pub num_chains: usize,
     pub moved: *const vt_moved_value,
     pub num_moved: usize,
+    pub repeated: *const vt_repeated_call,
+    pub num_repeated: usize,
 }
 
 unsafe extern "C" {

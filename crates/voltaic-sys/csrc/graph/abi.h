@@ -59,6 +59,12 @@ typedef struct {
   const int64_t *strides; // one for each dimension
 } vt_moved_value;
 
+// What runs once more.
+typedef struct {
+  size_t node, before;   // before which node it runs again
+  const vt_chain *chain; // what runs in place of the node, if that is a chain; else null
+} vt_repeated_call;
+
 typedef struct {
   const uint8_t *runs;            // per node: 0 if it is left out, VT_GRAPH_FROZEN if its result is kept
   const uint64_t *buffer_offsets; // per buffer: its place in the arena; VT_GRAPH_NOWHERE if it keeps its memory
@@ -75,6 +81,8 @@ typedef struct {
   size_t num_chains;
   const vt_moved_value *moved;
   size_t num_moved;
+  const vt_repeated_call *repeated; // in the order in which they run; `before` never falls
+  size_t num_repeated;
 } vt_graph_plan;
 
 // A recording made ready: its kernels are called over memory that never moves.

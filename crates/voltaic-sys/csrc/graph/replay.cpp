@@ -10,6 +10,7 @@
 #include <ATen/ops/copy_ops.h>
 #include <c10/core/CPUAllocator.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -146,6 +147,7 @@ private:
   void add_inputs();
   void add_node(int32_t index, size_t first_block);
   void add_chain(const vt_chain &chain);
+  void repeat(const vt_repeated_call &repeated);
   IValue argument(const Operand &operand, const IValue &constant, const c10::Argument &declared);
   Tensor tensor(int32_t value);
   void *at(uint64_t offset) const { return static_cast<char *>(graph_->arena.get()) + offset; }
@@ -384,6 +386,16 @@ void Builder::add_chain(const vt_chain &from) {
   graph_->chains.push_back(std::move(chain));
 }
 
+void Builder::repeat(const vt_repeated_call &repeated) {
+  if (repeated.chain != nullptr)
+    return add_chain(*repeated.chain);
+  const auto of_node = [&](const Call &call) { return static_cast<size_t>(call.node) == repeated.node; };
+  const auto found = std::find_if(graph_->calls.begin(), graph_->calls.end(), of_node);
+  TORCH_CHECK(found != graph_->calls.end(), "operator ", repeated.node, " has not run before ", repeated.before);
+  Call again = *found; // its results lie where they did
+  graph_->calls.push_back(std::move(again));
+}
+
 std::unique_ptr<vt_graph> Builder::build() {
   TORCH_CHECK(recording_.refusal.empty(), recording_.refusal);
   TORCH_CHECK(plan_.num_chains == 0 || rust.chain != nullptr, "chains of operators need voltaic's kernels");
@@ -397,7 +409,10 @@ std::unique_ptr<vt_graph> Builder::build() {
   add_inputs();
   size_t first_block = 0;
   const vt_chain *chain = plan_.chains, *const end = plan_.chains + plan_.num_chains;
+  const vt_repeated_call *repeated = plan_.repeated, *const last = plan_.repeated + plan_.num_repeated;
   for (size_t i = 0; i < recording_.nodes.size(); ++i) {
+    while (repeated != last && repeated->before == i)
+      repeat(*repeated++);
     if (chain != end && chain->node == i)
       add_chain(*chain++);
     else if (plan_.runs[i] != 0)

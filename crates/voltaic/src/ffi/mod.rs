@@ -53,8 +53,8 @@ pub use files::transfer::{NamedFile, Transfer};
 pub use graph::cuda::{CudaGraph, is_capturing_on_cuda};
 pub use graph::frozen::{FrozenMemory, note_write, note_writes};
 pub use graph::recording::{
-    GraphPlan, MovedValue, PlannedChain, Recording, RecordingPause, ReplayGraph, ReplayStats, Replayed,
-    is_recording, refuse_recording, set_recording_scope,
+    GraphPlan, MovedValue, PlannedChain, Recording, RecordingPause, RepeatedCall, ReplayGraph, ReplayStats,
+    Replayed, is_recording, refuse_recording, set_recording_scope,
 };
 pub(crate) use kernels::has_kernels;
 pub use kernels::{has_attention_kernel, install_kernels};

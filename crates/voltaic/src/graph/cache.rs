@@ -12,7 +12,7 @@ use super::capture::is_capturing;
 use super::metrics;
 use super::options::{CompileConfig, fall_back};
 use super::passes::Passes;
-use super::places::{Mark, any_missing, shares_elements, write_back};
+use super::places::{Mark, any_missing, copy_of, share_memory, shares_elements, write_back};
 use super::plan::PlanStats;
 use super::signature::{Conditions, InputSignature};
 use crate::device::Device;
@@ -125,6 +125,8 @@ struct Key {
     conditions: Conditions,
     /// Which parameters are trained.
     trained: Vec<bool>,
+    /// Inputs share memory with each other, which those of a graph do not.
+    shares_memory: bool,
 }
 
 /// A graph and the kind of calls that it is for.
@@ -147,6 +149,8 @@ pub(crate) struct GraphCache {
     graphs: Vec<Entry>,
     /// How often each kind of call came; kept to find the least frequent one.
     counts: Vec<(Key, u64)>,
+    /// Kinds of calls whose inputs share memory, and whether they write to one.
+    shared: Vec<(Key, bool)>,
     params: Option<Vec<Tensor>>,
     modes: ModeNumbers,
     last_sizes: Vec<Vec<i64>>,
@@ -165,6 +169,7 @@ impl GraphCache {
             module: module.into(),
             graphs: Vec::new(),
             counts: Vec::new(),
+            shared: Vec::new(),
             params: None,
             modes: ModeNumbers::default(),
             last_sizes: Vec::new(),
@@ -197,11 +202,12 @@ impl GraphCache {
         if is_capturing() || is_in_segment() || any_missing(inputs) {
             return call(inputs); // part of a larger graph, or of a checkpoint that runs it again
         }
-        let Some((dim, size, target)) = self.options.buckets.as_ref().and_then(|b| b.target(inputs)) else {
+        let target = self.options.buckets.as_ref().and_then(|buckets| buckets.target(inputs));
+        // padded ones would not share what these do
+        let Some((dim, size, target)) = target.filter(|_| !share_parts(inputs)) else {
             return self.run_same_size(module, is_training, inputs, call);
         };
-        let padded =
-            inputs.iter().map(|input| resize(input, dim, size, target)).collect::<Result<Vec<_>>>()?;
+        let padded = padded(inputs, |input| resize(input, dim, size, target))?;
         let marks = padded.iter().map(Mark::of).collect::<Result<Vec<_>>>()?;
         let outputs = self.run_same_size(module, is_training, &padded, call)?;
         for ((input, padded), mark) in inputs.iter().zip(&padded).zip(marks) {
@@ -228,6 +234,8 @@ impl GraphCache {
         let unchecked = self.graphs.iter().position(|entry| !entry.is_checked && entry.key == key);
         let outputs = if self.stats.refusal.is_some() || (key.with_grad && !self.options.captures_grad) {
             self.uncached(inputs, call)?
+        } else if key.shares_memory && self.writes_shared(&key) != Some(false) {
+            self.watch_shared(key, inputs, call)?
         } else if let Some(index) = unchecked {
             self.check(module, &key, index, inputs, call)?
         } else if let Some(outputs) = self.replay(&key, inputs)? {
@@ -239,6 +247,28 @@ impl GraphCache {
             self.uncached(inputs, call)?
         };
         self.log_stats();
+        Ok(outputs)
+    }
+
+    /// Whether calls of a kind, whose inputs share memory, write to one; none if there was no such call yet.
+    fn writes_shared(&self, key: &Key) -> Option<bool> {
+        self.shared.iter().find(|(known, _)| known == key).map(|(_, writes)| *writes)
+    }
+
+    /// Runs a call as usual whose inputs share memory, since a graph would see a write to one of them in that one alone, and notes whether
+    /// it writes to one.
+    fn watch_shared(&mut self, key: Key, inputs: &[Tensor], call: Call) -> anyhow::Result<Vec<Tensor>> {
+        if self.writes_shared(&key).is_some() {
+            return self.uncached(inputs, call);
+        }
+        let marks = inputs.iter().map(Mark::of).collect::<Result<Vec<_>>>()?;
+        let before = inputs.iter().map(copy_of).collect::<Result<Vec<_>>>()?;
+        let outputs = self.uncached(inputs, call)?;
+        let mut writes = false;
+        for ((input, mark), before) in inputs.iter().zip(marks).zip(before) {
+            writes |= mark.is_written(input).map_or_else(|| Ok(!input.f_equal(&before)?), Ok::<_, Error>)?;
+        }
+        self.shared.push((key, writes));
         Ok(outputs)
     }
 
@@ -283,13 +313,14 @@ impl GraphCache {
         });
         let grad_is_on = ffi::grad_is_enabled();
         let trained: Vec<bool> = params.iter().map(|param| grad_is_on && param.requires_grad()).collect();
+        let shares_memory = share_memory(inputs);
         let inputs: Vec<InputSignature> = inputs.iter().map(InputSignature::of).collect::<Result<_>>()?;
         let device = inputs.first().map_or(Device::Cpu, |input| input.device);
         let with_grad =
             trained.iter().any(|is_trained| *is_trained) || inputs.iter().any(|input| input.requires_grad);
         let kind = self.modes.kind(module);
         let conditions = Conditions::of_call(module, device, with_grad)?;
-        Ok(Key { inputs, kind, is_training, with_grad, conditions, trained })
+        Ok(Key { shares_memory, inputs, kind, is_training, with_grad, conditions, trained })
     }
 
     fn count(&mut self, key: &Key) {
@@ -536,6 +567,32 @@ impl Buckets {
         let larger = self.sizes.iter().copied().filter(|&bucket| bucket >= given).min()?;
         (larger != given).then_some((self.dim, given, larger))
     }
+}
+
+/// Whether two inputs are one tensor.
+fn is_same(one: &Tensor, other: &Tensor) -> bool {
+    let place = |tensor: &Tensor| (tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.kind());
+    let edge = |tensor: &Tensor| ffi::gradient_edge(tensor).ok();
+    place(one) == place(other) && edge(one) == edge(other)
+}
+
+/// Whether inputs share memory that are not one tensor.
+fn share_parts(inputs: &[Tensor]) -> bool {
+    let is_new =
+        |(at, input): &(usize, &Tensor)| !inputs[..*at].iter().any(|earlier| is_same(earlier, input));
+    let apart: Vec<Tensor> =
+        inputs.iter().enumerate().filter(is_new).map(|(_, input)| input.shallow_clone()).collect();
+    share_memory(&apart)
+}
+
+/// The inputs of another size; one that is there twice stays one tensor.
+fn padded(inputs: &[Tensor], resize: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Vec<Tensor>> {
+    let mut padded: Vec<Tensor> = Vec::with_capacity(inputs.len());
+    for (at, input) in inputs.iter().enumerate() {
+        let earlier = inputs[..at].iter().position(|earlier| is_same(earlier, input));
+        padded.push(earlier.map_or_else(|| resize(input), |earlier| Ok(padded[earlier].shallow_clone()))?);
+    }
+    Ok(padded)
 }
 
 /// Pads dimension `dim` with zeros, or cuts it, from `size` to `target`; a tensor of another size there stays.

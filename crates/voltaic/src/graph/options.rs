@@ -73,6 +73,8 @@ pub struct CompileOptions {
     pub concatenations: Option<bool>,
     /// The pass `fuse_elementwise`. On unless set (`PT_HPU_DISABLE_fuse_elementwise`).
     pub fuse_elementwise: Option<bool>,
+    /// The pass `recomputation`. On unless set (`PT_HPU_DISABLE_recomputation`).
+    pub recomputation: Option<bool>,
     /// The pass `in_place`. On unless set (`PT_HPU_DISABLE_in_place`).
     pub in_place: Option<bool>,
 }

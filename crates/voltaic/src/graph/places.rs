@@ -1,6 +1,7 @@
 //! Static inputs and outputs: tensors at fixed places, which a graph reads and writes.
 
 use std::borrow::Borrow;
+use std::ops::Range;
 
 use tch::Tensor;
 
@@ -109,16 +110,25 @@ pub(super) fn write_back(copy: &Tensor, input: &Tensor, has_history: bool) -> Re
     Ok(())
 }
 
+/// The memory from the first to the last element of a tensor.
+fn memory_of(tensor: &Tensor) -> Range<usize> {
+    let start = tensor.data_ptr().addr();
+    let last: i64 = tensor.size().iter().zip(tensor.stride()).map(|(n, by)| (n - 1).max(0) * by).sum();
+    let elements = if tensor.numel() == 0 { 0 } else { 1 + last as usize };
+    start..start + elements * tensor.kind().elt_size_in_bytes()
+}
+
 /// Whether one of the tensors lies within the memory of one of the places.
 pub(crate) fn any_within<'a>(tensors: impl IntoIterator<Item = &'a Tensor>, places: &[Tensor]) -> bool {
-    let range = |place: &Tensor| {
-        let start = place.data_ptr().addr();
-        let last: i64 = place.size().iter().zip(place.stride()).map(|(n, by)| (n - 1).max(0) * by).sum();
-        let elements = if place.numel() == 0 { 0 } else { 1 + last as usize };
-        start..start + elements * place.kind().elt_size_in_bytes()
-    };
-    let places: Vec<_> = places.iter().map(range).collect();
+    let places: Vec<_> = places.iter().map(memory_of).collect();
     tensors.into_iter().any(|tensor| places.iter().any(|place| place.contains(&tensor.data_ptr().addr())))
+}
+
+/// Whether a tensor's memory overlaps that of another one.
+pub(super) fn share_memory(tensors: &[Tensor]) -> bool {
+    let mut memory: Vec<_> = tensors.iter().map(memory_of).filter(|memory| !memory.is_empty()).collect();
+    memory.sort_unstable_by_key(|memory| memory.start);
+    memory.windows(2).any(|pair| pair[1].start < pair[0].end)
 }
 
 /// Tensors with their names: `prefix`, a blank and a number. Names of weights have no blanks.

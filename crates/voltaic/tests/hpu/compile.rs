@@ -12,7 +12,7 @@ use voltaic::{Module, ffi};
 
 use crate::graph_pitfalls::log_of;
 use crate::process::{own_process, plays, text_of};
-use crate::support::{CPU, HPU, start};
+use crate::support::{CPU, HPU, same_bits, start};
 
 /// What is compiled.
 pub(crate) type Function = fn(&Tensor) -> Tensor;
@@ -461,6 +461,63 @@ fn what_is_written_to_an_input_is_seen_by_the_caller() {
                 let leaf = Tensor::ones([rows, 5], (Kind::Float, device)).set_requires_grad(true);
                 let error = net.forward(&leaf).unwrap_err().to_string();
                 assert!(error.contains("a leaf Variable that requires grad"), "{error}");
+            }
+        }
+    }
+}
+
+/// Writes to the first of two inputs before it reads both, if it is told to.
+#[derive(Module)]
+struct Shifts {
+    #[module(skip)]
+    writes: bool,
+}
+
+impl Callable<(Tensor, Tensor)> for Shifts {
+    type Output = Tensor;
+
+    fn forward_with(&self, (a, b): &(Tensor, Tensor)) -> anyhow::Result<Tensor> {
+        if self.writes {
+            _ = a.shallow_clone().f_add_scalar_(1.0)?;
+        }
+        Ok(a.f_mul_scalar(2.0)?.f_add(&b.f_tanh()?)?)
+    }
+}
+
+#[test]
+fn inputs_that_share_memory_see_what_is_written_to_one_of_them() {
+    let _rng = start();
+    let numbers = |rows: i64| Tensor::randn([rows, 6], (Kind::Float, CPU));
+    type Inputs = fn(&Tensor) -> (Tensor, Tensor);
+    let all: [(&str, Inputs); 3] = [
+        ("apart", |x| (x.copy(), x.copy())),
+        ("the same", |x| (x.shallow_clone(), x.shallow_clone())),
+        ("parts that overlap", |x| (x.narrow(0, 0, 3), x.narrow(0, 1, 3))),
+    ];
+    for device in [CPU, HPU] {
+        for buckets in [None, Some(Buckets { dim: 0, sizes: vec![8] })] {
+            for writes in [false, true] {
+                let compiler = Compiler::new("hpu_backend").unwrap();
+                let compiler = match &buckets {
+                    Some(buckets) => compiler.buckets(buckets.clone()),
+                    None => compiler,
+                };
+                let net = compiler.wrap(Shifts { writes });
+                for (what, inputs) in all.iter().cycle().take(15) {
+                    let y = numbers(4).to_device(device);
+                    let x = y.copy();
+                    let expected = net.module().call(&inputs(&y)).unwrap();
+                    let own = net.call(&inputs(&x)).unwrap();
+                    assert!(distance(&own, &expected) <= 1e-6, "{what}, writes {writes} on {device:?}");
+                    assert!(
+                        same_bits(&x, &y),
+                        "{what}, writes {writes} on {device:?}: what is written is seen"
+                    );
+                }
+                let stats = net.stats();
+                let graphs = if writes { 1 } else { 3 };
+                assert_eq!((net.refusal(), stats.num_graphs), (None, graphs), "writes {writes}: {stats}");
+                assert!(stats.hits >= 2, "{stats}");
             }
         }
     }

@@ -28,6 +28,7 @@ const NONE: CompileOptions = CompileOptions {
     constant_folding: None,
     concatenations: None,
     fuse_elementwise: None,
+    recomputation: None,
     in_place: None,
 };
 
@@ -233,6 +234,52 @@ fn frozen_results_are_kept_until_weights_change() {
         assert!(distance(&net.forward(&x).unwrap(), &net.module().forward(&x).unwrap()) <= 1e-6);
     }
     assert!(!same_bits(&net.forward(&x).unwrap(), &before[3]));
+}
+
+/// Draws before and after what depends on its weight alone, and from that itself.
+#[derive(Module)]
+struct Noisy {
+    net: Computed,
+}
+
+impl Forward for Noisy {
+    fn forward(&self, x: &Tensor) -> anyhow::Result<Tensor> {
+        let before = x.f_rand_like()?;
+        let frozen = self.net.weight().f_tanh()?;
+        let drawn = frozen.f_sigmoid()?.f_bernoulli()?; // of weights alone, and yet another one each time
+        let weight = frozen.f_mul(&drawn)?.f_transpose(0, 1)?;
+        let y = x.f_add(&before)?.f_matmul(&weight)?;
+        Ok(y.f_add(&y.f_randn_like()?)?.f_dropout(0.5, true)?)
+    }
+}
+
+#[test]
+fn frozen_graphs_draw_random_numbers_in_their_order() {
+    let _rng = start();
+    for (device, place) in devices() {
+        let net =
+            Compiler::new("hpu_backend").unwrap().options(FREEZES).wrap(Noisy { net: Computed::on(device) });
+        let _no_grad = tch::no_grad_guard();
+        for call in 0..9 {
+            if call % 3 == 2 {
+                net.module().net.weight().copy_(&others(&net.module().net.weight()));
+            }
+            let x = input(place);
+            let drawn = |code: &dyn Fn(&Tensor) -> anyhow::Result<Tensor>| {
+                ffi::manual_seed(call).unwrap();
+                (code(&x).unwrap(), x.rand_like())
+            };
+            let (own, expected) = (drawn(&|x| net.forward(x)), drawn(&|x| net.module().forward(x)));
+            assert!(distance(&own.0, &expected.0) <= 1e-6, "call {call} on {device}");
+            assert!(same_bits(&own.1, &expected.1), "call {call} on {device}: what is drawn next");
+        }
+        let plans = net.plan_stats();
+        assert_eq!(
+            (plans[0].num_frozen, net.stats().hits),
+            (1, 7),
+            "tanh; not what is drawn from: {plans:?}"
+        );
+    }
 }
 
 #[test]

@@ -37,16 +37,16 @@ enum Step {
 }
 
 #[derive(Module, Debug)]
-struct Program {
+pub(crate) struct Program {
     #[module(skip)]
-    shape: Shape,
+    pub(crate) shape: Shape,
     #[module(skip)]
     steps: Vec<Step>,
     weight: Parameter,
 }
 
 impl Program {
-    fn of(seed: u64, (device, kind): (tch::Device, Kind)) -> Self {
+    pub(crate) fn of(seed: u64, (device, kind): (tch::Device, Kind)) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
         let shape = [[1, 1], [3, 4], [4, 4], [1, 7], [9, 1], [5, 300], [64, 33]][rng.random_range(0..7)];
         let count = rng.random_range(4..16);
@@ -70,12 +70,12 @@ impl Program {
     }
 
     /// Gives the weight the same numbers in each format.
-    fn set_weight(&self, numbers: &Tensor) {
+    pub(crate) fn set_weight(&self, numbers: &Tensor) {
         let _no_grad = tch::no_grad_guard();
         self.weight.leaf().shallow_clone().copy_(numbers);
     }
 
-    fn run(&self, x: &Tensor) -> anyhow::Result<Tensor> {
+    pub(crate) fn run(&self, x: &Tensor) -> anyhow::Result<Tensor> {
         self.run_off(x, 0.0)
     }
 

@@ -19,6 +19,7 @@ mod activations;
 mod compile;
 mod compile_freezing;
 mod compile_random;
+mod compile_recomputation;
 mod device;
 mod device_stats;
 mod fuzz;

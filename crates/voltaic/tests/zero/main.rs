@@ -35,6 +35,7 @@ mod evaluation;
 mod experts;
 mod faults;
 mod folders;
+mod freezing;
 mod frozen;
 mod fuzz;
 mod gaudi;

@@ -44,7 +44,7 @@ const NO_EFFECT: &str = "none on emulated HPUs";
 const HANDED_ON: &str = "none on emulated HPUs; handed to the plugin";
 
 #[rustfmt::skip]
-const FLAGS: [Flag; 47] = [
+const FLAGS: [Flag; 48] = [
     Flag { name: "VOLTAIC_HPU", kind: Kind::Word(&["auto", "gaudi", "emulator"]), default: "auto", effect: "what hpu means; auto: Gaudi cards if there are any, else emulated ones" },
     Flag { name: "VOLTAIC_HPU_GENERATION", kind: Kind::Word(&["gaudi", "gaudi2", "gaudi3"]), default: "gaudi2", effect: "generation of the emulated cards: their memory and dtypes" },
     Flag { name: "VOLTAIC_HPU_DEVICES", kind: Kind::Number(1, MAX_HPUS as u64), default: "8", effect: "number of emulated cards" },
@@ -81,6 +81,7 @@ const FLAGS: [Flag; 47] = [
     Flag { name: "PT_HPU_DISABLE_constant_folding", kind: Kind::Switch, default: "0", effect: "1: compile computes what depends on constants alone in each replay" },
     Flag { name: "PT_HPU_DISABLE_fuse_elementwise", kind: Kind::Switch, default: "0", effect: "1: compile runs operators element by element and row by row one after the other" },
     Flag { name: "PT_HPU_DISABLE_in_place", kind: Kind::Switch, default: "0", effect: "1: compile gives all results memory of their own" },
+    Flag { name: "PT_HPU_DISABLE_recomputation", kind: Kind::Switch, default: "0", effect: "1: compile keeps all results from forward to backward" },
     Flag { name: "PT_HPU_COMPILE_USE_RECIPES", kind: Kind::Switch, default: "1", effect: "0: compile replays what was captured as it was recorded" },
     Flag { name: "PT_HPU_COMPILE_GRAPH_FREEZE", kind: Kind::Switch, default: "0", effect: "1: compile computes what depends on weights alone once, where nothing has gradients" },
     Flag { name: "PT_HPU_REINPLACE_ADD", kind: Kind::Switch, default: "1", effect: "0: compile gives all results memory of their own" },

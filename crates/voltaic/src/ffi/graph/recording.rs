@@ -103,6 +103,18 @@ impl Recording {
         let steps: Vec<Vec<sys::vt_chain_step>> = plan.chains.iter().map(PlannedChain::raw_steps).collect();
         let chains: Vec<sys::vt_chain> =
             plan.chains.iter().zip(&steps).map(|(chain, steps)| chain.raw(steps)).collect();
+        let repeated_steps: Vec<Vec<sys::vt_chain_step>> =
+            plan.repeated.iter().flat_map(|call| &call.chain).map(PlannedChain::raw_steps).collect();
+        let repeated_chains: Vec<sys::vt_chain> = plan
+            .repeated
+            .iter()
+            .flat_map(|call| &call.chain)
+            .zip(&repeated_steps)
+            .map(|(chain, steps)| chain.raw(steps))
+            .collect();
+        let mut chains_left = repeated_chains.iter();
+        let repeated: Vec<sys::vt_repeated_call> =
+            plan.repeated.iter().map(|call| call.raw(&mut chains_left)).collect();
         let moved: Vec<sys::vt_moved_value> = plan.moved.iter().map(MovedValue::raw).collect();
         let raw_plan = sys::vt_graph_plan {
             runs: plan.runs.as_ptr(),
@@ -120,6 +132,8 @@ impl Recording {
             num_chains: chains.len(),
             moved: moved.as_ptr(),
             num_moved: moved.len(),
+            repeated: repeated.as_ptr(),
+            num_repeated: repeated.len(),
         };
         let mut raw = ptr::null_mut();
         // SAFETY: the plan's arrays, the inputs and the outputs are alive for the call; the lengths of the arrays are those
@@ -211,6 +225,26 @@ pub struct GraphPlan {
     pub chains: Vec<PlannedChain>,
     /// Values that lie elsewhere than when they were recorded.
     pub moved: Vec<MovedValue>,
+    /// What runs once more, in the order in which it does.
+    pub repeated: Vec<RepeatedCall>,
+}
+
+/// What runs once more, before a later node.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RepeatedCall {
+    /// The node that ran; that of its chain.
+    pub node: usize,
+    /// The node before which it runs again.
+    pub before: usize,
+    /// What runs in place of the node's chain.
+    pub chain: Option<PlannedChain>,
+}
+
+impl RepeatedCall {
+    fn raw<'a>(&self, chains: &mut impl Iterator<Item = &'a sys::vt_chain>) -> sys::vt_repeated_call {
+        let chain = self.chain.as_ref().and_then(|_| chains.next()).map_or(ptr::null(), ptr::from_ref);
+        sys::vt_repeated_call { node: self.node, before: self.before, chain }
+    }
 }
 
 /// A value that lies elsewhere than when it was recorded.

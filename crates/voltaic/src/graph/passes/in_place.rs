@@ -78,5 +78,12 @@ fn uses(program: &Program) -> (Vec<Option<usize>>, Vec<Option<usize>>) {
             last[buffer] = Some(index);
         }
     }
+    for again in &program.recomputed {
+        let (reads, writes) = program.recomputes(again);
+        for value in reads.into_iter().chain(writes) {
+            let buffer = program.graph.values[value].buffer;
+            last[buffer] = last[buffer].max(Some(again.before));
+        }
+    }
     (first, last)
 }

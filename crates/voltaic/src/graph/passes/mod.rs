@@ -8,6 +8,7 @@
 //! | `freezing` | none: it runs with `use_graph_freezing` alone, where nothing has gradients |
 //! | `concatenations` | `PT_HPU_DISABLE_concatenations=1` |
 //! | `fuse_elementwise` | `PT_HPU_DISABLE_fuse_elementwise=1` |
+//! | `recomputation` | `PT_HPU_DISABLE_recomputation=1` |
 //! | `in_place` | `PT_HPU_DISABLE_in_place=1` |
 
 mod common_subexpressions;
@@ -17,7 +18,9 @@ mod elementwise;
 mod freezing;
 mod fuse_elementwise;
 mod in_place;
+mod memory;
 mod program;
+mod recomputation;
 mod rows;
 mod verify;
 
@@ -25,8 +28,9 @@ use super::ir::Graph;
 use super::options::{CompileConfig, has_pass};
 use crate::ffi;
 
+pub(super) use memory::{Life, Owner, Piece, pieces};
 use program::Notes;
-pub(super) use program::Program;
+pub(super) use program::{Program, Recomputed};
 
 /// Which passes run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -36,6 +40,7 @@ pub(crate) struct Passes {
     freezing: bool,
     concatenations: bool,
     fuse_elementwise: bool,
+    recomputation: bool,
     in_place: bool,
 }
 
@@ -47,6 +52,7 @@ impl Passes {
         freezing: false,
         concatenations: false,
         fuse_elementwise: false,
+        recomputation: false,
         in_place: false,
     };
 
@@ -63,6 +69,7 @@ impl Passes {
             concatenations: ffi::has_kernels() && has_pass(options.concatenations, "concatenations"),
             // chains are run by a kernel of voltaic's
             fuse_elementwise: ffi::has_kernels() && has_pass(options.fuse_elementwise, "fuse_elementwise"),
+            recomputation: has_pass(options.recomputation, "recomputation"),
             in_place: options.in_place(),
         }
     }
@@ -81,12 +88,13 @@ pub(super) fn run(graph: &Graph, passes: Passes, notes: bool) -> Program {
     let mut program = Program::of(graph.clone());
     dead_code::run(&mut program);
     program.notes = notes.then(Notes::default);
-    let later: [Pass; 6] = [
+    let later: [Pass; 7] = [
         ("common_subexpressions", passes.common_subexpressions, common_subexpressions::run),
         ("constant_folding", passes.constant_folding, freezing::of_constants),
         ("freezing", passes.freezing, freezing::of_weights),
         ("concatenations", passes.concatenations, concatenations::run),
         ("fuse_elementwise", passes.fuse_elementwise, fuse_elementwise::run),
+        ("recomputation", passes.recomputation, recomputation::run),
         ("in_place", passes.in_place, in_place::run),
     ];
     for (name, _, pass) in later.into_iter().filter(|(_, is_on, _)| *is_on) {

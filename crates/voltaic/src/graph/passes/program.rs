@@ -26,6 +26,8 @@ pub(in crate::graph) struct Program {
     pub(in crate::graph) moved: Vec<usize>,
     /// Results in the memory of operands.
     pub(in crate::graph) num_in_place: usize,
+    /// What is computed once more, in the order in which that runs.
+    pub(in crate::graph) recomputed: Vec<Recomputed>,
     /// What the passes say of it, if that is asked for.
     pub(in crate::graph) notes: Option<Notes>,
 }
@@ -55,6 +57,17 @@ pub(in crate::graph) struct Chain {
     pub(in crate::graph) planned: PlannedChain,
 }
 
+/// Results that are computed once more where they are needed again: meanwhile their memory is free.
+#[derive(Debug, Clone)]
+pub(in crate::graph) struct Recomputed {
+    /// What computed them, the last node of a chain.
+    pub(in crate::graph) node: usize,
+    /// They are computed again just before this node.
+    pub(in crate::graph) before: usize,
+    /// The part of a chain that this takes; none if the node runs again.
+    pub(in crate::graph) chain: Option<PlannedChain>,
+}
+
 impl Program {
     pub(super) fn of(graph: Graph) -> Self {
         let merged = (0..graph.buffers.len()).collect();
@@ -69,6 +82,7 @@ impl Program {
             moved: Vec::new(),
             num_joined: 0,
             num_in_place: 0,
+            recomputed: Vec::new(),
             notes: None,
         }
     }
@@ -91,6 +105,29 @@ impl Program {
             value.buffer = kept;
         }
         self.merged.iter_mut().filter(|of| **of == dropped).for_each(|of| *of = kept);
+    }
+
+    /// The values that are read to compute results once more, and these.
+    pub(in crate::graph) fn recomputes(&self, again: &Recomputed) -> (Vec<usize>, Vec<usize>) {
+        let node = &self.graph.nodes[again.node];
+        let values = |of: &[i64]| of.iter().filter_map(|&value| usize::try_from(value).ok()).collect();
+        match &again.chain {
+            Some(chain) => (values(&chain.inputs), values(&chain.outputs)),
+            None => (
+                node.arguments.iter().flat_map(Operand::values).collect(),
+                node.results.iter().flat_map(Operand::values).collect(),
+            ),
+        }
+    }
+
+    /// The buffers that a node writes, without what a random operator may only read: its schema says what it writes.
+    pub(super) fn writes(&self, index: usize) -> BTreeSet<usize> {
+        let node = &self.graph.nodes[index];
+        if !node.is_random || node.results.is_empty() {
+            return self.accesses(index).1;
+        }
+        let values = node.results.iter().flat_map(Operand::values).chain(node.written());
+        values.map(|value| self.graph.values[value].buffer).collect()
     }
 
     /// The buffers that a node reads, and those that it writes.

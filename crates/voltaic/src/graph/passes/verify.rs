@@ -3,12 +3,14 @@
 use std::collections::BTreeSet;
 
 use super::program::Program;
+use crate::graph::ir::Operand;
 
 /// Checks a program against the one before the pass; what is wrong is the error.
 pub(super) fn check(program: &Program, before: &Program) -> Result<(), String> {
     reads_follow_writes(program)?;
     merged_buffers_are_alike(program)?;
     frozen_results_hold(program)?;
+    recomputed_results_hold(program)?;
     let (now, then) = (effects(program), effects(before));
     match then.difference(&now).next() {
         Some((node, buffer)) => Err(format!("node {node} no longer writes buffer {buffer}")),
@@ -56,6 +58,41 @@ fn frozen_results_hold(program: &Program) -> Result<(), String> {
         Some((node, buffer)) => Err(format!("node {node} writes to buffer {buffer}, which is frozen")),
         None => Ok(()),
     }
+}
+
+/// What is computed again reads what it read before, and gives what its node was the last to write there.
+fn recomputed_results_hold(program: &Program) -> Result<(), String> {
+    if program.recomputed.is_empty() {
+        return Ok(());
+    }
+    let mut writers = vec![Vec::new(); program.graph.buffers.len()];
+    for index in (0..program.runs.len()).filter(|&node| program.runs[node]) {
+        program.writes(index).into_iter().for_each(|buffer| writers[buffer].push(index));
+    }
+    let mut earlier = 0;
+    for again in &program.recomputed {
+        let (node, before) = (again.node, again.before);
+        let (reads, writes) = program.recomputes(again);
+        let of = &program.graph.nodes[node];
+        let has_order = node < before && earlier <= before && before < program.runs.len();
+        let can_run = program.runs[node] && !program.frozen[node] && !of.writes && !of.has_hidden_effect();
+        let buffer = |value: usize| program.graph.values[value].buffer;
+        let last_writer = |value: usize| writers[buffer(value)].iter().rev().find(|&&writer| writer < before);
+        let is_among =
+            |operands: &[Operand], value| operands.iter().flat_map(Operand::values).any(|of| of == value);
+        let gives = |value: usize| is_among(&of.results, value) && !is_among(&of.arguments, value);
+        let holds = |value: usize| match last_writer(value) {
+            // what the node gave, and not what it read and wrote over
+            Some(&writer) => writer < node || writer == node && gives(value),
+            None => true,
+        };
+        let is_same = has_order && can_run && reads.into_iter().all(holds);
+        if !is_same || !writes.into_iter().all(|value| last_writer(value) == Some(&node)) {
+            return Err(format!("node {node} ({}) cannot run again before {before}", of.op));
+        }
+        earlier = before;
+    }
+    Ok(())
 }
 
 /// A merged buffer is as large as the earlier one that it is, which is no other's, and neither is used outside of the graph.

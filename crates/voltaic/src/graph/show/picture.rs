@@ -70,7 +70,7 @@ impl ShownGraph {
         );
         for piece in &side.pieces {
             let is_of_chain = what == "compiled"
-                && self.program.chains.iter().any(|chain| chain.members.contains(&piece.first));
+                && self.program.chains.iter().any(|chain| chain.members.contains(&piece.node));
             let (color, _) = match piece.buffer {
                 Some(_) if is_of_chain => COLORS[0],
                 Some(_) => COLORS[1],
@@ -81,10 +81,11 @@ impl ShownGraph {
             _ = writeln!(
                 svg,
                 "<rect x=\"{left:.1}\" y=\"{:.1}\" width=\"{width:.1}\" height=\"{:.1}\" fill=\"{color}\" fill-opacity=\"0.7\" \
-                 stroke=\"white\" stroke-width=\"0.3\"><title>{}, until {}, {}</title></rect>",
+                 stroke=\"white\" stroke-width=\"0.3\"><title>{}, in use from {} to {}, {}</title></rect>",
                 y(end),
                 y(piece.start) - y(end),
-                escaped(&self.describe_node(piece.first)),
+                escaped(&self.describe_node(piece.node)),
+                piece.first,
                 piece.last,
                 human(piece.bytes)
             );

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::ffi::GraphPlan;
 use crate::graph::ir::{Graph, Operand, Value};
-use crate::graph::passes::{self, Passes, Program};
-use crate::graph::plan::{Owner, PlanStats, pieces, plan};
+use crate::graph::passes::{self, Owner, Passes, Program, pieces};
+use crate::graph::plan::{PlanStats, plan};
 
 thread_local!(static SHOWN: RefCell<Option<Vec<ShownGraph>>> = const { RefCell::new(None) });
 
@@ -81,6 +81,8 @@ pub(super) struct Side {
 /// Memory in use from one operator to another.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PlacedPiece {
+    /// The operator that makes it first.
+    pub(super) node: usize,
     pub(super) first: usize,
     pub(super) last: usize,
     pub(super) bytes: u64,
@@ -94,13 +96,15 @@ impl Side {
     fn new(program: &Program, plan: &GraphPlan) -> Self {
         let pieces: Vec<PlacedPiece> = pieces(program)
             .into_iter()
-            .map(|piece| {
+            .flat_map(|piece| {
                 let (buffer, start) = match piece.owner {
                     Owner::Buffer(index) => (Some(index), plan.buffer_offsets[index]),
                     Owner::Block(index) => (None, plan.block_offsets[index]),
                 };
                 let start = start.saturating_sub(GraphPlan::HEADER_BYTES);
-                PlacedPiece { first: piece.first, last: piece.last, bytes: piece.bytes, start, buffer }
+                let (bytes, node) = (piece.bytes, piece.lives.first().map_or(0, |life| life.0));
+                let placed = move |(first, last)| PlacedPiece { node, first, last, bytes, start, buffer };
+                piece.lives.into_iter().map(placed)
             })
             .collect();
         let mut totals = GraphTotals { planned_bytes: plan.arena_bytes, ..GraphTotals::default() };
@@ -119,6 +123,15 @@ impl Side {
             totals.num_calls += 1;
             totals.read_bytes += read;
             totals.written_bytes += written;
+        }
+        for again in &program.recomputed {
+            let (reads, writes) = program.recomputes(again);
+            let sum = |values: Vec<usize>| {
+                values.iter().map(|&value| bytes(&program.graph.values[value])).sum::<u64>()
+            };
+            totals.num_calls += 1;
+            totals.read_bytes += sum(reads);
+            totals.written_bytes += sum(writes);
         }
         Self { totals, pieces }
     }

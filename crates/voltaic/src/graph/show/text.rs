@@ -18,6 +18,7 @@ impl ShownGraph {
     pub fn text(&self, all: bool) -> String {
         let mut text = format!("{}\n\n{}", self.label(), self.totals());
         text.push_str(&self.chain_lines());
+        text.push_str(&self.recomputed_lines());
         text.push_str(&self.frozen_line());
         text.push_str(&self.why_lines());
         if all {
@@ -90,6 +91,43 @@ impl ShownGraph {
         text
     }
 
+    /// What is computed again in backward, lines of the same operators together.
+    fn recomputed_lines(&self) -> String {
+        let recomputed = &self.program.recomputed;
+        if recomputed.is_empty() {
+            return String::new();
+        }
+        let mut kinds: BTreeMap<(&str, String), (usize, usize, usize)> = BTreeMap::new();
+        let mut total = 0;
+        for again in recomputed {
+            let (_, writes) = self.program.recomputes(again);
+            total += writes.iter().map(|&value| bytes(&self.graph.values[value])).sum::<u64>();
+            let result = writes.first().map_or_else(String::new, |&value| self.graph.describe(value));
+            let kind = kinds.entry((self.graph.nodes[again.node].name(), result)).or_insert((
+                0,
+                again.node,
+                again.before,
+            ));
+            kind.0 += 1;
+        }
+        let mut kinds: Vec<_> = kinds.into_iter().collect();
+        kinds.sort_by_key(|(_, (times, first, _))| (std::cmp::Reverse(*times), *first));
+        let mut text = format!(
+            "\nrecomputed: {} results, {}, are computed again in backward, and their memory is free until then\n",
+            recomputed.len(),
+            human(total)
+        );
+        let head = ["times", "first", "result", "operator", "again before"];
+        _ = writeln!(text, "{:>5} {:>5}  {:<RESULT$} {:<42} {}", head[0], head[1], head[2], head[3], head[4]);
+        for ((name, result), (times, node, before)) in kinds {
+            let next = &self.graph.nodes[before].op;
+            let line =
+                format!("{times:>5} {node:>5}  {:<RESULT$} {name:<42} {before} {next}", cut(&result, RESULT));
+            _ = writeln!(text, "{}", cut(&line, WIDTH));
+        }
+        text
+    }
+
     /// How many results are kept from replay to replay, and why no more are.
     fn frozen_line(&self) -> String {
         match self.plan_stats().num_frozen {
@@ -140,7 +178,7 @@ impl ShownGraph {
             let [moved, lives, fate] = numbers;
             let (op, result) = (cut(op, OP), cut(result, RESULT));
             let line =
-                format!("{node:>5}  {op:<OP$} {result:<RESULT$} {moved:>9} {lives:>11}  {fate:<9} {place}");
+                format!("{node:>5}  {op:<OP$} {result:<RESULT$} {moved:>9} {lives:>15}  {fate:<9} {place}");
             cut(line.trim_end(), WIDTH) + "\n"
         };
         let head = ["result", "lives", "runs"];
@@ -173,7 +211,7 @@ impl ShownGraph {
         results.map(|value| bytes(&self.graph.values[value])).sum()
     }
 
-    /// The first and the last operator that use the memory of the first result; or `kept` after the step, or there `before` it.
+    /// The first and the last operator that use the memory of the first result, more than once if it is computed again; or `kept` after the step, or there `before` it.
     fn life(&self, node: usize) -> String {
         let Some(value) = self.graph.nodes[node].results.iter().flat_map(Operand::values).next() else {
             return String::new();
@@ -186,8 +224,9 @@ impl ShownGraph {
             return "kept".to_owned();
         }
         let buffer = self.program.merged[self.program.graph.values[value].buffer];
-        let piece = self.compiled.pieces.iter().find(|piece| piece.buffer == Some(buffer));
-        piece.map_or_else(|| "-".to_owned(), |piece| format!("{}-{}", piece.first, piece.last))
+        let pieces = self.compiled.pieces.iter().filter(|piece| piece.buffer == Some(buffer));
+        let lives: Vec<String> = pieces.map(|piece| format!("{}-{}", piece.first, piece.last)).collect();
+        if lives.is_empty() { "-".to_owned() } else { lives.join(" ") }
     }
 
     /// A line for a node, for the picture.
