@@ -129,7 +129,7 @@ impl LightningModule for Evaluated {
 
     fn test_step(&self, batch: &Tensor, _ctx: &mut StepContext) -> anyhow::Result<()> {
         let graph = HpuGraph::new();
-        graph.capture(|| self.layer.forward(batch))?;
+        _ = graph.capture(|| self.layer.forward(batch))?;
         Ok(graph.replay()?)
     }
 

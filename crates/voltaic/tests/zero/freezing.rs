@@ -69,8 +69,7 @@ fn losses(ranks: usize, strategy: &str, folder: &Path, freezes: bool) -> Vec<f64
         assert_eq!((compiled.refusal(), num_frozen), (None, 3), "{strategy}: product, tanh and copy");
         assert!(compiled.stats().hits >= 6, "{strategy}: {}", compiled.stats());
     }
-    let seen = net.seen.lock().unwrap().clone();
-    seen
+    net.seen.lock().unwrap().clone()
 }
 
 /// With each strategy ranks see the weights of now, which collectives, parts of optimizers and releases change.
