@@ -53,8 +53,8 @@ impl LightningModule for Evaluated {
 
 /// Losses of validation in a fit, after it, and with other weights, by the code or by calls that keep what they compute of weights.
 fn losses(ranks: usize, strategy: &str, folder: &Path, freezes: bool) -> Vec<f64> {
-    let mut net =
-        numbered(Evaluated { net: Computed { layer: Linear::new(5, 3).unwrap() }, seen: Arc::default() });
+    let layer = Linear::builder(5, 3).bias(false).build().unwrap();
+    let mut net = numbered(Evaluated { net: Computed { layer }, seen: Arc::default() });
     let options = CompileOptions { use_graph_freezing: Some(true), ..CompileOptions::default() };
     let compiler = Compiler::new("hpu_backend").unwrap().options(options);
     let compiled = freezes.then(|| compiler.inplace(&net.net));
