@@ -177,6 +177,16 @@ impl Node {
     pub(super) fn has_hidden_effect(&self) -> bool {
         self.is_random || self.results.is_empty() || self.name().contains("batch_norm")
     }
+
+    /// It computes new tensors from its arguments alone, of sizes that their sizes tell.
+    pub(super) fn is_pure(&self) -> bool {
+        !self.writes
+            && !self.has_hidden_effect()
+            && !self.reads_data
+            && !self.has_dynamic_shape
+            && !self.changes_view
+            && self.written().next().is_none()
+    }
 }
 
 impl Graph {

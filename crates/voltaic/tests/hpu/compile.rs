@@ -466,7 +466,7 @@ fn what_is_written_to_an_input_is_seen_by_the_caller() {
     }
 }
 
-/// Writes to the first of two inputs before it reads both, if it is told to.
+/// Reads two inputs; with `writes`, adds 1 to the first one in place before that.
 #[derive(Module)]
 struct Shifts {
     #[module(skip)]

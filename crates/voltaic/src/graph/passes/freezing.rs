@@ -40,12 +40,6 @@ fn run(program: &mut Program, is_given: fn(&Program, usize) -> bool) {
 
 fn can_freeze(program: &Program, index: usize, is_written: &[bool], is_constant: &[bool]) -> bool {
     let (graph, node) = (&program.graph, &program.graph.nodes[index]);
-    let is_pure = !node.writes
-        && !node.has_hidden_effect()
-        && !node.reads_data
-        && !node.has_dynamic_shape
-        && !node.changes_view
-        && node.written().next().is_none();
     let (reads, makes) = program.accesses(index);
     let is_own = |&buffer: &usize| {
         let made = &graph.buffers[buffer];
@@ -53,7 +47,7 @@ fn can_freeze(program: &Program, index: usize, is_written: &[bool], is_constant:
     };
     let bytes =
         |buffers: &BTreeSet<usize>| buffers.iter().map(|&buffer| graph.buffers[buffer].bytes).sum::<u64>();
-    is_pure
+    node.is_pure()
         && node.results.iter().flat_map(Operand::values).next().is_some()
         && reads.iter().all(|&buffer| is_constant[buffer])
         && makes.iter().all(is_own)

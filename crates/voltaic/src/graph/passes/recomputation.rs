@@ -304,13 +304,7 @@ impl<'a> Plan<'a> {
 /// Whether a node computes new tensors from its arguments alone, with little work.
 fn is_cheap(graph: &Graph, index: usize) -> bool {
     let node = &graph.nodes[index];
-    let is_pure = !node.writes
-        && !node.has_hidden_effect()
-        && !node.reads_data
-        && !node.has_dynamic_shape
-        && !node.changes_view
-        && node.written().next().is_none();
-    is_pure && node.op.starts_with("aten::") && CHEAP.contains(&node.name())
+    node.is_pure() && node.op.starts_with("aten::") && CHEAP.contains(&node.name())
 }
 
 /// The steps of a chain that a register needs. `sources` are the registers that are read from memory: values and their periods.
