@@ -160,7 +160,7 @@ fn a_language_model_needs_less_memory() {
     }
 }
 
-/// A random program between layers.
+/// A random program between layers, and dropout, whose mask is written in place and kept.
 #[derive(Module)]
 struct Trained {
     program: Program,
@@ -170,7 +170,7 @@ struct Trained {
 lightning_module!(Trained, (Tensor, Tensor), Sgd::new(0.01), |net, (x, y), _| {
     let mut x = x.shallow_clone();
     for layer in &net.layers {
-        x = net.program.run(&layer.forward(&x)?.f_softmax(-1, Kind::Float)?)?;
+        x = net.program.run(&layer.forward(&x)?.f_softmax(-1, Kind::Float)?.f_dropout(0.25, true)?)?;
     }
     Ok(x.f_mul(y)?.f_sum(Kind::Float)?)
 });

@@ -171,10 +171,6 @@ impl<'a> Plan<'a> {
     /// Whether a result is in planned memory that nothing but its node writes to.
     fn is_own(&self, node: usize, value: usize) -> bool {
         let buffer = self.program.graph.values[value].buffer;
-        self.is_of(node, buffer)
-    }
-
-    fn is_of(&self, node: usize, buffer: usize) -> bool {
         self.is_planned(buffer) && self.writers[buffer] == Some((node, node))
     }
 
@@ -222,7 +218,7 @@ impl<'a> Plan<'a> {
         let (reads, writes) = self.program.recomputes(&again);
         let mut longer = Vec::new();
         for buffer in reads.into_iter().map(|value| graph.values[value].buffer).collect::<BTreeSet<_>>() {
-            if !self.is_of(node, buffer) && self.writers[buffer].is_some_and(|(_, last)| last >= node) {
+            if self.writers[buffer].is_some_and(|(_, last)| last > node) {
                 return None;
             }
             longer.extend(self.longer(buffer, before).map(|life| (buffer, life)));
@@ -241,12 +237,16 @@ impl<'a> Plan<'a> {
         (!is_there).then_some((last + 1, at))
     }
 
-    /// What of a chain computes a result again. It reads other results of the chain that are there.
+    /// What of a chain computes a result again. It reads other results of the chain that are there, and not what the chain wrote over.
     fn part(&self, chain: &PlannedChain, wanted: usize, before: usize) -> Option<PlannedChain> {
         let graph = &self.program.graph;
         let num_inputs = chain.inputs.len();
-        let mut sources: Vec<Option<(i64, i64)>> =
-            chain.inputs.iter().zip(&chain.periods).map(|(&value, &period)| Some((value, period))).collect();
+        let buffer_of = |value: i64| usize::try_from(value).ok().map(|value| graph.values[value].buffer);
+        let is_there = |&(value, _): &(i64, i64)| {
+            chain.outputs.iter().all(|&output| buffer_of(output) != buffer_of(value))
+        };
+        let inputs = chain.inputs.iter().copied().zip(chain.periods.iter().copied());
+        let mut sources: Vec<Option<(i64, i64)>> = inputs.map(|input| Some(input).filter(is_there)).collect();
         sources.resize(num_inputs + chain.steps.len(), None);
         let at = chain.outputs.iter().position(|&output| output == wanted as i64)?;
         let register = usize::try_from(chain.registers[at]).ok()?;
@@ -262,14 +262,14 @@ impl<'a> Plan<'a> {
             if from >= num_inputs
                 && is_exact
                 && is_alike
-                && self.is_own(chain.node, index)
+                && self.writers[buffer].is_some_and(|(_, last)| last == chain.node)
                 && self.longer(buffer, before).is_none()
             {
                 sources[from] = Some((value, period));
             }
         }
         let output = (wanted as i64, chain.output_periods[at]);
-        (output.1 == chain.len).then(|| cut(chain, &sources, register, output))
+        if output.1 == chain.len { cut(chain, &sources, register, output) } else { None }
     }
 
     /// Decides for a candidate, unless the most memory in use at once would be more than `peak`. Gives whether it did.
@@ -307,13 +307,14 @@ fn is_cheap(graph: &Graph, index: usize) -> bool {
     node.is_pure() && node.op.starts_with("aten::") && CHEAP.contains(&node.name())
 }
 
-/// The steps of a chain that a register needs. `sources` are the registers that are read from memory: values and their periods.
+/// The steps of a chain that a register needs; none if an input is gone. `sources` are the registers that are read from memory: values and
+/// their periods.
 fn cut(
     chain: &PlannedChain,
     sources: &[Option<(i64, i64)>],
     register: usize,
     (output, output_period): (i64, i64),
-) -> PlannedChain {
+) -> Option<PlannedChain> {
     let num_inputs = chain.inputs.len();
     let mut is_needed = vec![false; sources.len()];
     is_needed[register] = true;
@@ -322,6 +323,9 @@ fn cut(
         let now = is_needed[at];
         is_needed[a] |= now;
         is_needed[b] |= now;
+    }
+    if (0..num_inputs).any(|at| is_needed[at] && sources[at].is_none()) {
+        return None;
     }
     let read: Vec<usize> = (0..sources.len()).filter(|&at| is_needed[at] && sources[at].is_some()).collect();
     let steps: Vec<usize> = (0..sources.len()).filter(|&at| is_needed[at] && sources[at].is_none()).collect();
@@ -332,7 +336,7 @@ fn cut(
         ChainStep { a: places[step.a], b: places[step.b], ..step }
     };
     let (inputs, periods) = read.iter().filter_map(|&at| sources[at]).unzip();
-    PlannedChain {
+    Some(PlannedChain {
         node: chain.node,
         len: chain.len,
         row: chain.row,
@@ -342,5 +346,5 @@ fn cut(
         outputs: vec![output],
         registers: vec![places[register] as i32],
         output_periods: vec![output_period],
-    }
+    })
 }

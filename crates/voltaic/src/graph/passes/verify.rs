@@ -80,7 +80,10 @@ fn recomputed_results_hold(program: &Program) -> Result<(), String> {
         let last_writer = |value: usize| writers[buffer(value)].iter().rev().find(|&&writer| writer < before);
         let is_among =
             |operands: &[Operand], value| operands.iter().flat_map(Operand::values).any(|of| of == value);
-        let gives = |value: usize| is_among(&of.results, value) && !is_among(&of.arguments, value);
+        // a part of a chain reads what the chain gave there, even if that lies over what it read
+        let gives = |value: usize| {
+            is_among(&of.results, value) && (again.chain.is_some() || !is_among(&of.arguments, value))
+        };
         let holds = |value: usize| match last_writer(value) {
             // what the node gave, and not what it read and wrote over
             Some(&writer) => writer < node || writer == node && gives(value),
