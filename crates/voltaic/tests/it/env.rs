@@ -46,6 +46,9 @@ fn the_build_the_machine_and_the_environment_are_described() {
     let (_, json) = env(&["--json"], &variables);
     let json: Value = serde_json::from_str(&json).unwrap();
     assert_eq!(json["build"]["voltaic"], env!("CARGO_PKG_VERSION"));
+    let manifest = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../Cargo.toml")).unwrap();
+    let tch = json["build"]["tch"].as_str().unwrap();
+    assert!(manifest.contains(&format!("tch = \"{tch}")), "{tch}");
     assert!(json["machine"]["usable_cores"].as_u64().unwrap() > 0);
     let secret = json["variables"].as_array().unwrap().iter().find(|one| one["name"] == "VOLTAIC_JOB_SECRET");
     assert_eq!(secret.unwrap()["value"], Value::Null);

@@ -123,13 +123,3 @@ impl Kernels {
         lines
     }
 }
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn the_version_of_tch_is_the_manifests() {
-        let manifest =
-            std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../Cargo.toml")).unwrap();
-        assert!(manifest.contains(&format!("tch = \"{}", super::TCH)));
-    }
-}
