@@ -79,27 +79,26 @@ impl Program {
         self.run_off(x, 0.0)
     }
 
-    /// With each new value off by up to `off` of it, at random.
+    /// With each value that is read off by up to `off` of it, at random.
     fn run_off(&self, x: &Tensor, off: f64) -> anyhow::Result<Tensor> {
-        let weight = self.weight.leaf();
+        let weight = off_by(self.weight.leaf(), off)?;
         // the input itself cannot be written
-        let all = [weight.f_mul_scalar(0.5)?.f_tanh()?, x.f_mul_scalar(1.5)?, x.f_mul_scalar(0.5)?];
-        let mut all = all.iter().map(|value| off_by(value, off)).collect::<Result<Vec<_>, _>>()?;
+        let mut all = vec![weight.f_mul_scalar(0.5)?.f_tanh()?, x.f_mul_scalar(1.5)?, x.f_mul_scalar(0.5)?];
         for step in &self.steps {
             let at = |back: usize| all[all.len() - 1 - back % all.len()].shallow_clone();
+            let read = |back: usize| off_by(&at(back), off);
             let next = match *step {
-                Step::Unary(kind, a) => unary(kind, &at(a))?,
-                Step::Binary(kind, a, b) => binary(kind, &at(a), &at(b))?,
-                Step::Repeated(kind, a, b) => binary(kind, &at(a), &repeated(kind, &at(b))?)?,
+                Step::Unary(kind, a) => unary(kind, &read(a)?)?,
+                Step::Binary(kind, a, b) => binary(kind, &read(a)?, &read(b)?)?,
+                Step::Repeated(kind, a, b) => binary(kind, &read(a)?, &repeated(kind, &read(b)?)?)?,
                 Step::View(kind, a) => self.view(kind, &at(a))?,
                 Step::InPlace(kind, a, b) => in_place(kind, &at(a), &at(b))?,
-                Step::Cast(kind, a) => cast(kind, &at(a))?,
-                Step::Normalize(kind, a, b) => normalized(kind, &at(a), &at(b))?,
-                Step::Weight(7) => weight.f_detach()?,
-                Step::Weight(kind) => unary(kind, weight)?,
+                Step::Cast(kind, a) => cast(kind, &read(a)?)?,
+                Step::Normalize(kind, a, b) => normalized(kind, &read(a)?, &read(b)?)?,
+                Step::Weight(7) => self.weight.leaf().f_detach()?,
+                Step::Weight(kind) => unary(kind, &weight)?,
             };
-            let is_new = !matches!(step, Step::View(..) | Step::InPlace(..) | Step::Weight(7));
-            all.push(if is_new { off_by(&next, off)? } else { next });
+            all.push(next);
         }
         let last: Vec<Tensor> = all.iter().rev().take(3).map(Tensor::shallow_clone).collect();
         Ok(last[0].f_add(&last[1])?.f_add(&last[2])?)
