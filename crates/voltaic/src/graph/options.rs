@@ -73,7 +73,7 @@ pub struct CompileOptions {
     pub concatenations: Option<bool>,
     /// The pass `fuse_elementwise`. On unless set (`PT_HPU_DISABLE_fuse_elementwise`).
     pub fuse_elementwise: Option<bool>,
-    /// The pass `recomputation`. On unless set (`PT_HPU_DISABLE_recomputation`).
+    /// The pass `recomputation`: less memory, and some more time. Off unless set (`PT_HPU_DISABLE_recomputation=0`).
     pub recomputation: Option<bool>,
     /// The pass `in_place`. On unless set (`PT_HPU_DISABLE_in_place`).
     pub in_place: Option<bool>,
@@ -121,6 +121,11 @@ impl CompileOptions {
     pub(super) fn freezes(&self) -> bool {
         let is_on = || RuntimeFlags::is_on("PT_HPU_COMPILE_GRAPH_FREEZE");
         self.changes_graphs() && self.use_graph_freezing.unwrap_or_else(is_on)
+    }
+
+    /// Whether the pass `recomputation` runs.
+    pub(super) fn recomputes(&self) -> bool {
+        self.recomputation.unwrap_or_else(|| RuntimeFlags::is_off("PT_HPU_DISABLE_recomputation"))
     }
 
     /// Whether the pass `in_place` runs.

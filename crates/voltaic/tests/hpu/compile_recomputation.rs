@@ -85,16 +85,16 @@ fn block_step(config: CompileConfig) -> ShownGraph {
 }
 
 #[test]
-fn the_pass_can_be_left_out() {
+fn the_pass_is_asked_for() {
     let _rng = start();
     let standard = || block_step(CompileBackend::HpuBackend.into()).plan_stats().num_recomputed;
-    if plays("kept") {
-        assert_eq!(standard(), 0);
-        assert!(block_step(compiled(true)).plan_stats().num_recomputed > 0, "the option wins");
+    if plays("recomputes") {
+        assert!(standard() > 0);
+        assert_eq!(block_step(compiled(false)).plan_stats().num_recomputed, 0, "the option wins");
         return;
     }
-    text_of(&own_process("kept").env("PT_HPU_DISABLE_recomputation", "1").output().unwrap());
-    assert!(standard() > 0);
+    text_of(&own_process("recomputes").env("PT_HPU_DISABLE_recomputation", "0").output().unwrap());
+    assert_eq!(standard(), 0);
 }
 
 #[test]
@@ -150,7 +150,7 @@ fn a_language_model_needs_less_memory() {
     let _rng = start();
     // masks of dropout are kept, since nothing draws them twice
     for (dropout, precision, most) in
-        [(0.0, "32-true", 0.72), (0.0, "bf16-mixed", 0.65), (0.2, "32-true", 0.79)]
+        [(0.0, "32-true", 0.72), (0.0, "bf16-mixed", 0.65), (0.2, "32-true", 0.74)]
     {
         let builder = silent().accelerator("cpu").precision(precision).compile(compiled(true));
         let shown = step(&mut gpt(dropout), &tokens(), 14, builder).unwrap();

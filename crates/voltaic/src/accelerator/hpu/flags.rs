@@ -81,7 +81,7 @@ const FLAGS: [Flag; 48] = [
     Flag { name: "PT_HPU_DISABLE_constant_folding", kind: Kind::Switch, default: "0", effect: "1: compile computes what depends on constants alone in each replay" },
     Flag { name: "PT_HPU_DISABLE_fuse_elementwise", kind: Kind::Switch, default: "0", effect: "1: compile runs operators element by element and row by row one after the other" },
     Flag { name: "PT_HPU_DISABLE_in_place", kind: Kind::Switch, default: "0", effect: "1: compile gives all results memory of their own" },
-    Flag { name: "PT_HPU_DISABLE_recomputation", kind: Kind::Switch, default: "0", effect: "1: compile keeps all results from forward to backward" },
+    Flag { name: "PT_HPU_DISABLE_recomputation", kind: Kind::Switch, default: "1", effect: "0: compile computes cheap results again in backward, which needs less memory" },
     Flag { name: "PT_HPU_COMPILE_USE_RECIPES", kind: Kind::Switch, default: "1", effect: "0: compile replays what was captured as it was recorded" },
     Flag { name: "PT_HPU_COMPILE_GRAPH_FREEZE", kind: Kind::Switch, default: "0", effect: "1: compile computes what depends on weights alone once, where nothing has gradients" },
     Flag { name: "PT_HPU_REINPLACE_ADD", kind: Kind::Switch, default: "1", effect: "0: compile gives all results memory of their own" },

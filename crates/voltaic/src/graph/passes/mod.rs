@@ -8,7 +8,7 @@
 //! | `freezing` | none: it runs with `use_graph_freezing` alone, where nothing has gradients |
 //! | `concatenations` | `PT_HPU_DISABLE_concatenations=1` |
 //! | `fuse_elementwise` | `PT_HPU_DISABLE_fuse_elementwise=1` |
-//! | `recomputation` | `PT_HPU_DISABLE_recomputation=1` |
+//! | `recomputation` | none: it runs with the option `recomputation` alone, or `PT_HPU_DISABLE_recomputation=0` |
 //! | `in_place` | `PT_HPU_DISABLE_in_place=1` |
 
 mod common_subexpressions;
@@ -69,7 +69,7 @@ impl Passes {
             concatenations: ffi::has_kernels() && has_pass(options.concatenations, "concatenations"),
             // chains are run by a kernel of voltaic's
             fuse_elementwise: ffi::has_kernels() && has_pass(options.fuse_elementwise, "fuse_elementwise"),
-            recomputation: has_pass(options.recomputation, "recomputation"),
+            recomputation: options.recomputes(),
             in_place: options.in_place(),
         }
     }
