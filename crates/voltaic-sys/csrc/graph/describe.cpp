@@ -1,6 +1,7 @@
 #include "error.h"
 #include "graph/abi.h"
 #include "graph/graph.h"
+#include "hpu/hpu.h"
 
 #include <ATen/core/enum_tag.h>
 
@@ -78,8 +79,10 @@ std::string full_name(const c10::OperatorName &name) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
-// Of all of it, by words: constants may be large.
+// Of all of it, by words: constants may be large. What lies on a card is not read.
 uint64_t hash_of(const Buffer &buffer) {
+  if (buffer.device.is_hpu() && !hpu::backend.is_active)
+    return 0;
   uint64_t hash = 1469598103934665603u;
   const auto *bytes = static_cast<const unsigned char *>(buffer.address);
   for (size_t at = 0; bytes != nullptr && at < buffer.bytes; at += sizeof(uint64_t)) {

@@ -1,8 +1,9 @@
-// A recording of operators, and the graph that replays it on the CPU.
+// A recording of operators, and the graph that replays it.
 //
 //   record.cpp   a kernel under DispatchKey::Fake, below autograd, that notes each operator and runs it
 //   describe.cpp a recording as text, for Rust, which decides what is replayed and where its memory lies
 //   replay.cpp   the graph: prepared calls of CPU kernels over memory that never moves
+//   card.cpp     the graph on a Gaudi card: its operators, one after the other
 //
 // A value is identified by storage and geometry, never by TensorImpl: autograd hands a saved tensor back as another one.
 #pragma once
@@ -89,7 +90,7 @@ struct vt_recording {
   std::vector<voltaic::graph::Value> values;
   std::string refusal; // why the recording cannot be replayed; empty if it can
   int32_t refused_node = -1;
-  bool is_on_card = false; // works on a Gaudi card, of which there are no graphs
+  bool is_on_card = false; // works on a Gaudi card, not on an emulated one
 };
 
 namespace voltaic::graph {

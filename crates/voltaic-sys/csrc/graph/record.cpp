@@ -83,10 +83,8 @@ void Recorder::note_device(c10::Device device) {
   else if (!device.is_hpu())
     refuse("works on " + device.str() + "; only operators on cpu and on emulated HPUs are recorded, use " +
            (device.is_cuda() ? "HpuGraph::on the device" : "no graph"));
-  else if (!hpu::backend.is_active) {
-    refuse("works on a Gaudi card; its graphs need the lazy mode of Habana's Python packages");
-    recording_->is_on_card = true;
-  }
+  else
+    recording_->is_on_card = !hpu::backend.is_active;
   known = device;
 }
 

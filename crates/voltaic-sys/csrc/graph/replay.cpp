@@ -123,14 +123,25 @@ void lay_out(TensorImpl &impl, const Geometry &geometry) {
     impl._set_neg(true);
 }
 
-Tensor output_over(const vt_graph &graph, const Output &output, c10::Storage storage) {
-  const Geometry &geometry = output.geometry;
-  auto impl = c10::make_intrusive<TensorImpl>(std::move(storage),
-                                              graph.device.is_hpu() ? hpu::hpu_only : hpu::cpu_only,
-                                              c10::scalarTypeToTypeMeta(geometry.dtype));
+} // namespace
+
+Tensor output_over(c10::Storage storage, const Geometry &geometry) {
+  const c10::DispatchKeySet keys = storage.device().is_hpu() ? hpu::hpu_only : hpu::cpu_only;
+  auto impl = c10::make_intrusive<TensorImpl>(std::move(storage), keys, c10::scalarTypeToTypeMeta(geometry.dtype));
   lay_out(*impl, geometry);
   return Tensor(std::move(impl));
 }
+
+Tensor view_over(c10::Storage storage, const Geometry &geometry, c10::DispatchKeySet keys) {
+  auto impl = c10::make_intrusive<TensorImpl>(TensorImpl::VIEW, std::move(storage), keys,
+                                              c10::scalarTypeToTypeMeta(geometry.dtype));
+  lay_out(*impl, geometry);
+  if (geometry.is_wrapped_number)
+    impl->set_wrapped_number(true);
+  return Tensor(std::move(impl));
+}
+
+namespace {
 
 // ---- building ----
 
@@ -143,7 +154,9 @@ public:
 private:
   void move_values();
   void add_outputs();
+  void watch(size_t index);
   void place_buffers();
+  void build_on_card();
   void add_inputs();
   void add_node(int32_t index, size_t first_block);
   void add_chain(const vt_chain &chain);
@@ -152,6 +165,7 @@ private:
   Tensor tensor(int32_t value);
   void *at(uint64_t offset) const { return static_cast<char *>(graph_->arena.get()) + offset; }
   bool keep(const Buffer &buffer);
+  bool is_made_smaller(int32_t value) const;
   bool is_placed(int32_t buffer) const { return plan_.buffer_offsets[buffer] != VT_GRAPH_NOWHERE; }
   void add_results(const Node &node, Call &call);
 
@@ -209,6 +223,18 @@ bool Builder::keep(const Buffer &buffer) {
   return header != nullptr;
 }
 
+// Has a replay see whether what was there before still is.
+void Builder::watch(size_t index) {
+  const Buffer &buffer = recording_.buffers[index];
+  std::optional<WeakTensor> tensor;
+  for (const int32_t value : buffer.values)
+    if (const auto &seen = recording_.values[value].tensor; seen.has_value() && seen->use_count() != 0 && !tensor)
+      tensor = *seen;
+  note_hold(buffer.held);
+  graph_->watched.push_back({buffer.held, buffer.address, buffer.bytes, std::move(tensor), static_cast<int32_t>(index),
+                             plan_.constants[index] != 0});
+}
+
 void Builder::place_buffers() {
   storages_.reserve(recording_.buffers.size());
   is_supplied_.resize(recording_.buffers.size());
@@ -232,13 +258,7 @@ void Builder::place_buffers() {
       }
       continue;
     }
-    std::optional<WeakTensor> tensor;
-    for (const int32_t value : buffer.values)
-      if (const auto &seen = recording_.values[value].tensor; seen.has_value() && seen->use_count() != 0 && !tensor)
-        tensor = *seen;
-    note_hold(buffer.held);
-    graph_->watched.push_back({buffer.held, buffer.address, buffer.bytes, std::move(tensor), static_cast<int32_t>(i),
-                               plan_.constants[i] != 0});
+    watch(i);
   }
   for (Buffer &buffer : recording_.buffers)
     buffer.held = c10::Storage(); // the graph has it now
@@ -261,14 +281,8 @@ Tensor Builder::tensor(int32_t value) {
   Tensor &made = tensors_[value];
   if (made.defined())
     return made;
-  const Geometry &geometry = recording_.values[value].geometry;
-  auto impl = c10::make_intrusive<TensorImpl>(TensorImpl::VIEW,
-                                              c10::Storage(storages_[recording_.values[value].buffer]), hpu::cpu_only,
-                                              c10::scalarTypeToTypeMeta(geometry.dtype));
-  lay_out(*impl, geometry);
-  if (geometry.is_wrapped_number)
-    impl->set_wrapped_number(true);
-  made = Tensor(std::move(impl));
+  const Value &known = recording_.values[value];
+  made = view_over(c10::Storage(storages_[known.buffer]), known.geometry, hpu::cpu_only);
   return made;
 }
 
@@ -320,6 +334,13 @@ void Builder::add_results(const Node &node, Call &call) {
   }
 }
 
+// Whether a node made its result larger at first. Its out variant would do so, too, and libtorch warns of that each time.
+bool Builder::is_made_smaller(int32_t value) const {
+  const Value &result = recording_.values[value];
+  return !is_moved_[value] && result.geometry.sizes.empty() &&
+         recording_.buffers[result.buffer].bytes > c10::elementSize(result.geometry.dtype);
+}
+
 void Builder::add_node(int32_t index, size_t first_block) {
   const Node &node = recording_.nodes[index];
   const auto &declared = node.op.schema().arguments();
@@ -336,7 +357,7 @@ void Builder::add_node(int32_t index, size_t first_block) {
   if (makes_results && plan_.uses_out_variants != 0)
     out = out_variant(node.op);
   for (const Operand &result : node.results)
-    if (result.kind != Operand::Kind::tensor || result.values[0] < 0)
+    if (result.kind != Operand::Kind::tensor || result.values[0] < 0 || is_made_smaller(result.values[0]))
       out.reset();
   if (out) {
     call.op = *out;
@@ -396,10 +417,23 @@ void Builder::repeat(const vt_repeated_call &repeated) {
   graph_->calls.push_back(std::move(again));
 }
 
+void Builder::build_on_card() {
+  for (size_t i = 0; i < recording_.buffers.size(); ++i)
+    if (recording_.buffers[i].node < 0)
+      watch(i);
+  graph_->on_card = std::make_unique<CardGraph>(recording_, plan_);
+  for (Buffer &buffer : recording_.buffers)
+    buffer.held = c10::Storage(); // the graph has it now
+}
+
 std::unique_ptr<vt_graph> Builder::build() {
   TORCH_CHECK(recording_.refusal.empty(), recording_.refusal);
   TORCH_CHECK(plan_.num_chains == 0 || rust.chain != nullptr, "chains of operators need voltaic's kernels");
   graph_->device = recording_.device;
+  if (recording_.is_on_card) {
+    build_on_card();
+    return std::move(graph_);
+  }
   if (plan_.arena_bytes != 0)
     graph_->arena = allocate_arena(recording_.device, plan_.arena_bytes);
   move_values();
@@ -610,6 +644,14 @@ void replay(vt_graph &graph, const Tensor *const *inputs, size_t num_inputs, vt_
   if (C10_UNLIKELY(is_recording()))
     vt_recording_refuse("a graph was replayed");
   const Pause pause;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  if (graph.on_card) {
+    const profiler::DeviceScope profiled(VT_ROW_GRAPHS, graph.device.index(), "graph replay");
+    graph.on_card->replay(inputs, num_inputs, outputs, graph.misfit);
+    ++graph.stats.replays;
+    return;
+  }
   const bool binds = inputs != nullptr;
   if (binds)
     bind_inputs(graph, inputs, num_inputs);
@@ -624,14 +666,10 @@ void replay(vt_graph &graph, const Tensor *const *inputs, size_t num_inputs, vt_
   } release{graph, binds};
   const PoolScope pool(graph.device.is_hpu() ? hpu::pool_of(graph.device.index()) : active_pool);
   const std::vector<c10::Storage> storages = bind_outputs(graph);
-  {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-    run(graph, computes_frozen);
-  }
+  run(graph, computes_frozen);
   ++graph.stats.replays;
   for (size_t i = 0; i < graph.outputs.size(); ++i)
-    outputs[i] = new Tensor(output_over(graph, graph.outputs[i], storages[graph.outputs[i].given_away]));
+    outputs[i] = new Tensor(output_over(storages[graph.outputs[i].given_away], graph.outputs[i].geometry));
 }
 
 } // namespace voltaic::graph

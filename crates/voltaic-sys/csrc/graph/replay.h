@@ -1,6 +1,7 @@
 // A graph that can be replayed.
 #pragma once
 
+#include "graph/card.h"
 #include "graph/graph.h"
 
 #include <memory>
@@ -69,6 +70,10 @@ struct Output {
   size_t given_away; // which
 };
 
+// A tensor over memory, and one that has no keys of autograd.
+at::Tensor output_over(c10::Storage storage, const Geometry &geometry);
+at::Tensor view_over(c10::Storage storage, const Geometry &geometry, c10::DispatchKeySet keys);
+
 // What a graph held before it ends.
 void end_holds(const std::vector<Watched> &watched);
 
@@ -90,6 +95,7 @@ struct vt_graph {
   std::vector<voltaic::graph::GivenAway> given_away;
   std::vector<voltaic::graph::Output> outputs;
   c10::DataPtr arena;
+  std::unique_ptr<voltaic::graph::CardGraph> on_card; // in place of all but `watched` and `stats`
   std::vector<c10::IValue> stack; // kept for its memory
   vt_graph_stats stats = {};
   int32_t misfit = -1; // node whose result had another shape than when it was recorded

@@ -18,16 +18,6 @@ pub enum GraphError {
         /// What is wrong, and how to fix it.
         problem: Problem,
     },
-    /// What ran while it was recorded works on a Gaudi card, of which there are no graphs.
-    #[error("{op} {place} cannot be part of a graph: {reason}; {}", self.remedy())]
-    OnCard {
-        /// The operator.
-        op: String,
-        /// The layer it came from.
-        place: String,
-        /// What is wrong.
-        reason: String,
-    },
     /// Two captures of the same code gave two graphs.
     #[error("the step is not static: {difference}; {}", self.remedy())]
     NotStatic {
@@ -119,7 +109,6 @@ impl GraphError {
             Self::NotCapturable { problem, .. }
             | Self::Arguments { problem }
             | Self::Unavailable { problem, .. } => &*problem.remedy,
-            Self::OnCard { .. } => "use no graph",
             Self::NotStatic { .. } => {
                 "take from it what changes from step to step, or compute that on the device from tensors of the batch"
             }

@@ -77,7 +77,6 @@ fn errors() -> Vec<Error> {
         OptimError::FirstStepCaptured { optimizer: "SGD" }.into(),
         OptimError::Schedule { scheduler: "StepLR", problem: problem() }.into(),
         GraphError::NotCapturable { op: text(), place: text(), problem: problem() }.into(),
-        GraphError::OnCard { op: text(), place: text(), reason: text() }.into(),
         GraphError::NotStatic { difference: text() }.into(),
         GraphError::MadeInCapture { tensor: text() }.into(),
         GraphError::ShapeChanged { op: text(), place: text(), is_undone: false }.into(),

@@ -26,10 +26,7 @@ impl Graph {
             let op = index.map_or_else(|| "the code".to_owned(), |index| self.nodes[index].op.clone());
             let place =
                 index.map_or_else(|| "before the first operator".to_owned(), |index| self.place(index));
-            match self.is_on_card && !self.refusal.is_empty() {
-                true => GraphError::OnCard { op, place, reason: self.refusal.clone() },
-                false => GraphError::NotCapturable { op, place, problem: Problem::new(reason, remedy) },
-            }
+            GraphError::NotCapturable { op, place, problem: Problem::new(reason, remedy) }
         })
     }
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use tch::Tensor;
 
@@ -79,6 +80,9 @@ impl CompiledGraph {
     }
 }
 
+/// Whether the log says what a graph on a card is.
+static HAS_TOLD: AtomicBool = AtomicBool::new(false);
+
 /// A recording that is ready to be replayed.
 #[derive(Debug)]
 pub(super) struct Segment {
@@ -105,6 +109,12 @@ impl Segment {
         }
         dump_metrics_if_asked(None);
         let timer = metrics::Compilation::start();
+        let passes = if graph.is_on_card { Passes::NONE } else { passes };
+        if graph.is_on_card && !HAS_TOLD.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                "graphs on a Gaudi card run the recorded operators one after the other, in eager mode: no compiled recipe stands behind them"
+            );
+        }
         let program = passes::run(&graph, passes, show::is_asked());
         let frozen = program.frozen_weights();
         let shown = program.notes.is_some().then(|| program.clone());

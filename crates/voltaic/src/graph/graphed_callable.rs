@@ -11,7 +11,7 @@ use super::passes::Passes;
 use super::places::any_missing;
 use super::signature::{Conditions, device_of};
 use crate::accelerator::rng;
-use crate::error::{Error, GraphError, Problem, Result};
+use crate::error::{GraphError, Problem, Result};
 use crate::ffi::{self, ReplayStats};
 use crate::nn::{
     Callable, ModeNumbers, Module, ModuleExt, ModuleKind, Snapshot, SnapshotParts, TensorTuple, call_with,
@@ -28,8 +28,7 @@ pub type GraphedCallableInPlace = InPlace<OneGraph>;
 #[doc(hidden)]
 #[derive(Debug)]
 pub struct OneGraph {
-    /// None on a Gaudi card, of which there are no graphs.
-    call: RefCell<Option<CapturedCall>>,
+    call: RefCell<CapturedCall>,
     was_training: bool,
     /// Number 0 are those when it was captured.
     modes: RefCell<ModeNumbers>,
@@ -142,16 +141,7 @@ impl OneGraph {
         };
         te::keep_measured(module, || kept.restore(module))?;
         rng::set_states(&rng)?;
-        let captured = match captured {
-            Err(Error::Graph(error @ GraphError::OnCard { .. })) => {
-                tracing::warn!(
-                    "make_graphed_callables: {} runs without a graph: {error}",
-                    module.type_name()
-                );
-                None
-            }
-            captured => Some(captured?),
-        };
+        let captured = captured?;
         checked?;
         let frozen = module.parameters().into_iter().filter(|parameter| !parameter.requires_grad());
         let frozen = frozen.map(|parameter| parameter.leaf().shallow_clone()).collect();
@@ -195,8 +185,7 @@ impl CallGraphs for OneGraph {
             is_training != self.was_training || self.modes.borrow_mut().kind(module) != self.kind;
         // a module within its own call, too
         let Ok(mut held) = self.call.try_borrow_mut() else { return code(inputs) };
-        let is_free = held.as_ref().is_some_and(|call| !call.is_busy());
-        if is_capturing() || is_in_segment() || any_missing(inputs) || is_other_mode || !is_free {
+        if is_capturing() || is_in_segment() || any_missing(inputs) || is_other_mode || held.is_busy() {
             drop(held);
             return code(inputs);
         }
@@ -205,18 +194,14 @@ impl CallGraphs for OneGraph {
             let what = format!("a parameter of {module} is trained that was not when the graph was captured");
             return Err(GraphError::Arguments { problem: Problem::new(what, "capture it again") }.into());
         }
-        let has_layout = held.as_ref().is_some_and(|call| call.has_layout_of(inputs));
-        let is_like_it = has_layout && self.has_conditions_of(module, inputs)?;
-        match held.as_mut().filter(|_| is_like_it) {
-            Some(call) => Ok(call.replay(inputs)?),
-            None => {
-                drop(held);
-                code(inputs)
-            }
+        if held.has_layout_of(inputs) && self.has_conditions_of(module, inputs)? {
+            return Ok(held.replay(inputs)?);
         }
+        drop(held);
+        code(inputs)
     }
 
     fn replay_stats(&self) -> Vec<ReplayStats> {
-        self.call.borrow().as_ref().map(CapturedCall::replay_stats).unwrap_or_default()
+        self.call.borrow().replay_stats()
     }
 }

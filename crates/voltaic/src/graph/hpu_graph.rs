@@ -3,7 +3,6 @@
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use tch::Tensor;
 
@@ -17,9 +16,8 @@ use super::plan::PlanStats;
 use super::recordings::named_tensors;
 use super::signature::Conditions;
 use super::static_tensor::no_weights;
-use crate::accelerator::HpuEmulator;
 use crate::device::Device;
-use crate::error::{Error, GraphError, Problem, Result};
+use crate::error::{GraphError, Result};
 use crate::ffi::{self, CudaGraph, ReplayStats};
 use crate::nn::Module;
 
@@ -69,8 +67,6 @@ struct GraphState {
     passes: Passes,
     /// The capture in progress, unless it is the driver's.
     capture: Option<Capture>,
-    /// Nothing was captured, since the code works on a Gaudi card.
-    is_on_card: bool,
     names: Vec<(String, Tensor)>,
     /// What held when the capture began, and which of the named tensors were trained.
     held: Option<(Conditions, Vec<bool>)>,
@@ -230,7 +226,6 @@ impl HpuGraph {
         }
         state.is_capturing = true;
         state.held = Some(state.held_now()?);
-        state.is_on_card = false;
         CAPTURED_STEPS.set(0);
         Ok(())
     }
@@ -251,8 +246,7 @@ impl HpuGraph {
     /// Ends the capture.
     ///
     /// # Errors
-    /// [`GraphError::NotCapturable`] for the first operator that cannot be replayed: then this graph holds nothing. It holds
-    /// nothing without an error if the code works on a Gaudi card.
+    /// [`GraphError::NotCapturable`] for the first operator that cannot be replayed: then this graph holds nothing.
     /// [`GraphError::NotCapturing`] without [`HpuGraph::capture_begin`].
     pub fn capture_end(&self) -> Result<()> {
         let state = &mut *self.state.borrow_mut();
@@ -271,20 +265,8 @@ impl HpuGraph {
         }
         let Some(capture) = state.capture.take() else { return Err(GraphError::NotCapturing.into()) };
         let recordings = capture.end()?;
-        let compiled = recordings
-            .graphs(&state.names)
-            .and_then(|graphs| recordings.compile(graphs, &state.inputs, state.passes));
-        state.graph = match compiled {
-            Err(Error::Graph(error @ GraphError::OnCard { .. })) => {
-                static HAS_WARNED: AtomicBool = AtomicBool::new(false);
-                if !HAS_WARNED.swap(true, Ordering::Relaxed) {
-                    tracing::warn!("HpuGraph: {error}; the code to be captured runs without a graph");
-                }
-                state.is_on_card = true;
-                return Ok(());
-            }
-            compiled => compiled?,
-        };
+        let graphs = recordings.graphs(&state.names)?;
+        state.graph = recordings.compile(graphs, &state.inputs, state.passes)?;
         state.note_captured();
         MadeInCapture::note(state.graph.graphs());
         Ok(())
@@ -368,11 +350,6 @@ impl GraphState {
         if self.is_capturing {
             return Err(GraphError::CaptureInProgress { what: "replay" }.into());
         }
-        if self.is_empty() && self.is_on_card {
-            let what = "nothing was captured, since the code works on a Gaudi card";
-            let problem = Problem::new(what, "run the code again where HpuGraph::is_captured is false");
-            return Err(GraphError::Unavailable { what: "a replay".to_owned(), problem }.into());
-        }
         if self.is_empty() {
             return Err(GraphError::NothingCaptured.into());
         }
@@ -385,9 +362,8 @@ impl GraphState {
 
     /// What holds now that a capture depends on.
     fn held_now(&self) -> Result<(Conditions, Vec<bool>)> {
-        let mut devices = vec![Device::Cpu];
+        let mut devices = vec![Device::Cpu, Device::Hpu(0)];
         devices.extend(self.cuda.as_ref().map(|(index, _)| Device::Cuda(*index)));
-        devices.extend(HpuEmulator::get().map(|_| Device::Hpu(0)));
         let trained = self.names.iter().map(|(_, tensor)| tensor.requires_grad()).collect();
         Ok((Conditions::now(&devices, ffi::grad_is_enabled())?, trained))
     }

@@ -19,7 +19,7 @@ pub struct Graph {
     pub buffers: Vec<Buffer>,
     pub(super) refusal: String,
     pub(super) refused_node: i64,
-    /// It works on a Gaudi card.
+    /// It works on a Gaudi card, not on an emulated one.
     #[serde(default)]
     pub(super) is_on_card: bool,
     #[serde(skip)]

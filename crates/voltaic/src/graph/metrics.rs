@@ -117,7 +117,7 @@ pub(crate) fn count_miss() {
 /// Code that was to be captured runs without a graph.
 pub(crate) fn count_fallback(error: &GraphError) {
     let op = match error {
-        GraphError::NotCapturable { op, .. } | GraphError::OnCard { op, .. } => op.as_str(),
+        GraphError::NotCapturable { op, .. } => op.as_str(),
         _ => "other",
     };
     count("cpu_fallback", |metrics| match metrics.fallbacks.iter_mut().find(|(known, _)| known == op) {

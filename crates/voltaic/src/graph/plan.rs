@@ -36,7 +36,8 @@ pub struct PlanStats {
 
 /// Plans the replay of a program.
 pub(super) fn plan(program: Program, uses_out_variants: bool) -> (GraphPlan, PlanStats) {
-    let mut pieces = pieces(&program);
+    // on a card memory is the card's own
+    let mut pieces = if program.graph.is_on_card { Vec::new() } else { pieces(&program) };
     let Program {
         graph,
         runs,

@@ -4,7 +4,10 @@
 
 mod autocast;
 mod callbacks;
+mod card;
 mod checkpoints;
+#[path = "../support/compile.rs"]
+mod compile;
 mod device_stats_monitor;
 mod fabric_gpt;
 mod fp8;
@@ -27,6 +30,8 @@ mod page;
 mod runtime_flags;
 mod several_hpus;
 mod simple_profiler;
+#[path = "../support/stand_ins.rs"]
+mod stand_ins;
 mod torch_compile;
 
 use std::io::Read;

@@ -5,6 +5,7 @@
 #include <ATen/NativeFunctions.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -120,6 +121,16 @@ TORCH_LIBRARY_IMPL(aten, HPU, library) {
 }
 
 void fall_back(const c10::OperatorHandle &op, torch::jit::Stack *stack) { at::native::cpu_fallback(op, stack); }
+TORCH_LIBRARY_IMPL(_, AutocastHPU, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
+// Some of those that the real one casts, as it does.
+TORCH_LIBRARY_IMPL(aten, AutocastHPU, m) {
+  KERNEL(DeviceType::HPU, addmm, lower_precision_fp)
+  KERNEL(DeviceType::HPU, conv2d, lower_precision_fp)
+  KERNEL(DeviceType::HPU, cross_entropy_loss, fp32)
+  KERNEL(DeviceType::HPU, linear, lower_precision_fp)
+  KERNEL(DeviceType::HPU, matmul, lower_precision_fp)
+  KERNEL(DeviceType::HPU, mm, lower_precision_fp)
+}
 TORCH_LIBRARY_IMPL(_, HPU, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>()); }
 
 } // namespace

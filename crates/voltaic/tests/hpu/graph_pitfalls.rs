@@ -15,6 +15,7 @@ use voltaic::optim::{AdamW, Sgd};
 use voltaic::trainer::{GraphMode, Trainer};
 use voltaic::{Device, Module, ffi};
 
+use crate::process::{own_process, plays, text_of};
 use crate::silent::silent;
 use crate::support::{CPU, HPU, bits, start};
 
@@ -521,4 +522,27 @@ fn graphs_of_modules_that_no_step_calls_are_warned_of() {
             .unwrap();
     });
     assert_eq!(log.matches("no step called a module by ctx.graphed").count(), 1, "{log}");
+}
+
+#[test]
+fn libtorch_warns_of_nothing_in_a_replay() {
+    let _rng = start();
+    if !plays("replays") {
+        let output = own_process("replays").output().unwrap();
+        text_of(&output);
+        let log = String::from_utf8_lossy(&output.stderr);
+        return assert!(!log.contains("resized"), "the loss is made larger at first, then smaller: {log}");
+    }
+    for device in [CPU, HPU] {
+        let [x, y] = [rand(&[4, 3]).to_device(device), rand(&[4, 3]).to_device(device)];
+        let (graph, loss) = (HpuGraph::new(), Tensor::zeros([], (Kind::Float, device)));
+        let capture = || -> anyhow::Result<()> {
+            loss.shallow_clone().copy_(&x.f_mul_scalar(2.0)?.f_mse_loss(&y, tch::Reduction::Mean)?);
+            Ok(())
+        };
+        graph.capture(capture).unwrap();
+        _ = x.shallow_clone().fill_(0.25);
+        graph.replay().unwrap();
+        assert_eq!(loss, (&x * 2.0).mse_loss(&y, tch::Reduction::Mean));
+    }
 }
