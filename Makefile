@@ -34,7 +34,7 @@ stress: setup ## long forms of tests, and a million random inputs for each parse
 	VOLTAIC_TEST_ALL=1 $(CARGO) test -p voltaic --test it -- contract extreme_values hangs kill
 	VOLTAIC_TEST_ALL=1 $(CARGO) test -p voltaic --test zero -- --include-ignored --nocapture
 	$(CARGO) test -p voltaic --test fp8 -- --include-ignored --nocapture
-	VOLTAIC_TEST_ALL=1 $(CARGO) test -p voltaic --test hpu -- fuzz --nocapture
+	VOLTAIC_TEST_ALL=1 $(CARGO) test -p voltaic --test hpu -- fuzz compile_random random_programs --nocapture
 	VOLTAIC_TEST_ALL=1 $(CARGO) test -p voltaic --test profiler -- long --nocapture
 
 test-cuda: setup ## what needs an NVIDIA GPU; says why it skips if there is none

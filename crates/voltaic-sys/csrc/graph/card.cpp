@@ -101,28 +101,6 @@ Tensor CardGraph::tensor(int32_t value) {
   return known.now;
 }
 
-IValue CardGraph::argument(const Operand &operand, const IValue &constant) {
-  switch (operand.kind) {
-  case Operand::Kind::tensor:
-    return IValue(tensor(operand.values[0]));
-  case Operand::Kind::tensor_list: {
-    c10::List<Tensor> list;
-    for (const int32_t value : operand.values)
-      list.push_back(tensor(value));
-    return IValue(std::move(list));
-  }
-  case Operand::Kind::optional_tensor_list: {
-    c10::List<std::optional<Tensor>> list;
-    for (const int32_t value : operand.values)
-      list.push_back(value < 0 ? std::nullopt : std::optional<Tensor>(tensor(value)));
-    return IValue(std::move(list));
-  }
-  case Operand::Kind::constant:
-    break;
-  }
-  return constant;
-}
-
 void CardGraph::note(int32_t node, int32_t value, const Tensor &result, int32_t &misfit) {
   if (value < 0)
     return;
@@ -140,7 +118,7 @@ void CardGraph::note(int32_t node, int32_t value, const Tensor &result, int32_t 
 void CardGraph::run(const Call &call, int32_t &misfit) {
   stack_.clear();
   for (size_t i = 0; i < call.operands.size(); ++i)
-    stack_.push_back(argument(call.operands[i], call.constants[i]));
+    stack_.push_back(argument_of(call.operands[i], [this](int32_t value) { return tensor(value); }).value_or(call.constants[i]));
   call.op.callBoxed(&stack_);
   for (size_t i = 0; i < call.results.size(); ++i) {
     const Operand &result = call.results[i];

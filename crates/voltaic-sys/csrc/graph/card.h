@@ -40,7 +40,6 @@ private:
 
   void add_call(const vt_recording &recording, int32_t node);
   void bind(const at::Tensor &input, size_t index);
-  IValue argument(const Operand &operand, const IValue &constant);
   at::Tensor tensor(int32_t value);
   void note(int32_t node, int32_t value, const at::Tensor &result, int32_t &misfit);
   void run(const Call &call, int32_t &misfit);

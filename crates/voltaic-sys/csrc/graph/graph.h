@@ -64,6 +64,29 @@ struct Operand {
   c10::SmallVector<int32_t, 1> values; // -1 for an undefined tensor
 };
 
+// An argument made of `tensor(value)`; none if it is a constant.
+template <class Make> std::optional<IValue> argument_of(const Operand &operand, Make &&tensor) {
+  switch (operand.kind) {
+  case Operand::Kind::tensor:
+    return IValue(tensor(operand.values[0]));
+  case Operand::Kind::tensor_list: {
+    c10::List<at::Tensor> list;
+    for (const int32_t value : operand.values)
+      list.push_back(tensor(value));
+    return IValue(std::move(list));
+  }
+  case Operand::Kind::optional_tensor_list: {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const int32_t value : operand.values)
+      list.push_back(value < 0 ? std::nullopt : std::optional<at::Tensor>(tensor(value)));
+    return IValue(std::move(list));
+  }
+  case Operand::Kind::constant:
+    break;
+  }
+  return std::nullopt;
+}
+
 // Memory that a node's kernel took.
 struct Block {
   void *address;

@@ -287,24 +287,8 @@ Tensor Builder::tensor(int32_t value) {
 }
 
 IValue Builder::argument(const Operand &operand, const IValue &constant, const c10::Argument &declared) {
-  switch (operand.kind) {
-  case Operand::Kind::tensor:
-    return IValue(tensor(operand.values[0]));
-  case Operand::Kind::tensor_list: {
-    c10::List<Tensor> list;
-    for (const int32_t value : operand.values)
-      list.push_back(tensor(value));
-    return IValue(std::move(list));
-  }
-  case Operand::Kind::optional_tensor_list: {
-    c10::List<std::optional<Tensor>> list;
-    for (const int32_t value : operand.values)
-      list.push_back(value < 0 ? std::nullopt : std::optional<Tensor>(tensor(value)));
-    return IValue(std::move(list));
-  }
-  case Operand::Kind::constant:
-    break;
-  }
+  if (auto made = argument_of(operand, [this](int32_t value) { return tensor(value); }))
+    return std::move(*made);
   if (!recording_.device.is_hpu())
     return constant;
   if (constant.isDevice() && constant.toDevice().is_hpu())
