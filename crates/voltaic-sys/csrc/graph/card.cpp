@@ -31,11 +31,11 @@ Tensor whole(const c10::Storage &storage, Geometry geometry) {
 
 } // namespace
 
-CardGraph::CardGraph(vt_recording &recording, const vt_graph_plan &plan) {
+CardGraph::CardGraph(const vt_recording &recording, const vt_graph_plan &plan) {
   for (const Value &value : recording.values)
     values_.push_back({value.buffer, value.geometry, {}});
   for (const Buffer &buffer : recording.buffers)
-    memory_.push_back({buffer.held, buffer.bytes, buffer.node, false, {}, {buffer.values.begin(), buffer.values.end()}});
+    memory_.push_back({buffer.held, buffer.node, false, {}, {buffer.values.begin(), buffer.values.end()}});
   for (size_t i = 0; i < plan.num_inputs; ++i)
     inputs_.emplace_back(*plan.inputs[i], buffer_of(recording, *plan.inputs[i]));
   for (size_t i = 0; i < plan.num_outputs; ++i) {
@@ -45,9 +45,9 @@ CardGraph::CardGraph(vt_recording &recording, const vt_graph_plan &plan) {
     memory_[buffer].held = c10::Storage();
     outputs_.emplace_back(Geometry(*plan.outputs[i]->unsafeGetTensorImpl()), buffer);
   }
-  for (size_t node = 0; node < recording.nodes.size(); ++node)
-    if (plan.runs[node] != 0)
-      add_call(recording, static_cast<int32_t>(node));
+  for (size_t i = 0; i < recording.nodes.size(); ++i)
+    if (const Node &node = recording.nodes[i]; plan.runs[i] != 0)
+      calls_.push_back({node.op, node.arguments, node.operands, node.results, {}, static_cast<int32_t>(i)});
   std::vector<bool> is_used(memory_.size());
   for (auto call = calls_.rbegin(); call != calls_.rend(); ++call)
     for (const std::vector<Operand> *list : {&call->operands, &call->results})
@@ -62,22 +62,14 @@ CardGraph::CardGraph(vt_recording &recording, const vt_graph_plan &plan) {
         }
 }
 
-void CardGraph::add_call(const vt_recording &recording, int32_t node) {
-  const Node &recorded = recording.nodes[node];
-  calls_.push_back({recorded.op, recorded.arguments, recorded.operands, recorded.results, {}, node});
-}
-
 // Has values over an input's memory read what is given, where it is unless it is laid out otherwise.
 void CardGraph::bind(const Tensor &given, size_t index) {
   const auto &[recorded, buffer] = inputs_[index];
-  TORCH_CHECK(given.scalar_type() == recorded.scalar_type() && given.device() == recorded.device() &&
-                  given.sizes() == recorded.sizes(),
-              "input ", index, " is ", given.toString(), given.sizes(), " on ", given.device(),
-              ", but the graph was recorded with ", recorded.toString(), recorded.sizes(), " on ", recorded.device());
+  check_input(index, given, recorded);
   if (buffer < 0)
     return;
   Tensor alike = given;
-  if (given.strides() != recorded.strides() || given.is_conj() || given.is_neg()) {
+  if (!is_alike(given, recorded)) {
     alike = at::empty_strided(recorded.sizes(), recorded.strides(), recorded.options());
     at::_ops::copy_::call(alike, given, false);
   }
@@ -105,11 +97,7 @@ void CardGraph::note(int32_t node, int32_t value, const Tensor &result, int32_t 
   if (value < 0)
     return;
   Known &known = values_[value];
-  if (result.sizes() != known.geometry.sizes)
-    misfit = node;
-  TORCH_CHECK(result.sizes() == known.geometry.sizes, "an operator gives a tensor of shape ", result.sizes(),
-              " in place of ", at::IntArrayRef(known.geometry.sizes),
-              "; its shape depends on data, which a graph cannot hold");
+  check_shape(node, result, known.geometry.sizes, misfit);
   known.now = result;
   if (Memory &memory = memory_[known.buffer]; memory.node == node)
     memory.now = result.storage();

@@ -10,8 +10,7 @@ namespace voltaic::graph {
 
 class CardGraph {
 public:
-  // Takes what the recording holds.
-  CardGraph(vt_recording &recording, const vt_graph_plan &plan);
+  CardGraph(const vt_recording &recording, const vt_graph_plan &plan);
 
   // As replay(); `misfit` is set to the node whose result has another shape than in the recording.
   void replay(const at::Tensor *const *inputs, size_t num_inputs, vt_tensor *outputs, int32_t &misfit);
@@ -25,11 +24,10 @@ private:
     int32_t node;
   };
   struct Memory {
-    c10::Storage held;     // what was there before, or outlived the recording
-    size_t bytes;
-    int32_t node;          // that makes it; -1 if it was there
+    c10::Storage held;      // what was there before, or outlived the recording
+    int32_t node;           // that makes it; -1 if it was there
     bool is_output = false; // each replay gives it away
-    c10::Storage now;      // during a replay
+    c10::Storage now;       // during a replay
     std::vector<int32_t> values;
   };
   struct Known {
@@ -38,7 +36,6 @@ private:
     at::Tensor now; // during a replay
   };
 
-  void add_call(const vt_recording &recording, int32_t node);
   void bind(const at::Tensor &input, size_t index);
   at::Tensor tensor(int32_t value);
   void note(int32_t node, int32_t value, const at::Tensor &result, int32_t &misfit);
@@ -47,10 +44,10 @@ private:
   void forget(Memory &memory);
 
   std::vector<Call> calls_;
-  std::vector<Memory> memory_; // by buffer
-  std::vector<Known> values_;  // by value
-  std::vector<std::pair<at::Tensor, int32_t>> inputs_;  // as recorded, and their buffers; -1 if no operator reads one
-  std::vector<std::pair<Geometry, int32_t>> outputs_;   // and their buffers
+  std::vector<Memory> memory_;                         // by buffer
+  std::vector<Known> values_;                          // by value
+  std::vector<std::pair<at::Tensor, int32_t>> inputs_; // as recorded, and their buffers; -1 if no operator reads one
+  std::vector<std::pair<Geometry, int32_t>> outputs_;  // and their buffers
   std::vector<IValue> stack_;
 };
 

@@ -132,6 +132,25 @@ Tensor output_over(c10::Storage storage, const Geometry &geometry) {
   return Tensor(std::move(impl));
 }
 
+void check_input(size_t index, const Tensor &given, const Tensor &recorded) {
+  TORCH_CHECK(given.scalar_type() == recorded.scalar_type() && given.device() == recorded.device() &&
+                  given.sizes() == recorded.sizes(),
+              "input ", index, " is ", given.toString(), given.sizes(), " on ", given.device(),
+              ", but the graph was recorded with ", recorded.toString(), recorded.sizes(), " on ", recorded.device());
+}
+
+void check_shape(int32_t node, const Tensor &result, at::IntArrayRef sizes, int32_t &misfit) {
+  if (result.sizes() != sizes)
+    misfit = node;
+  TORCH_CHECK(result.sizes() == sizes, "an operator gives a tensor of shape ", result.sizes(), " in place of ", sizes,
+              "; its shape depends on data, which a graph cannot hold");
+}
+
+bool is_alike(const Tensor &tensor, const Tensor &recorded) {
+  return tensor.sizes() == recorded.sizes() && tensor.strides() == recorded.strides() && !tensor.is_conj() &&
+         !tensor.is_neg();
+}
+
 Tensor view_over(c10::Storage storage, const Geometry &geometry, c10::DispatchKeySet keys) {
   auto impl = c10::make_intrusive<TensorImpl>(TensorImpl::VIEW, std::move(storage), keys,
                                               c10::scalarTypeToTypeMeta(geometry.dtype));
@@ -476,10 +495,7 @@ private:
 void settle(vt_graph &graph, int32_t node, const Tensor &result, const Tensor &place) {
   if (!place.defined() || C10_LIKELY(result.const_data_ptr() == place.const_data_ptr()))
     return;
-  if (result.sizes() != place.sizes())
-    graph.misfit = node;
-  TORCH_CHECK(result.sizes() == place.sizes(), "an operator gives a tensor of shape ", result.sizes(),
-              " in place of ", place.sizes(), "; its shape depends on data, which a graph cannot hold");
+  check_shape(node, result, place.sizes(), graph.misfit);
   ++graph.stats.moved_results;
   Tensor target = place;
   at::_ops::copy_::redispatch(hpu::cpu_only, target, result, false);
@@ -589,21 +605,12 @@ int32_t gone_buffer(const vt_graph &graph) {
 
 namespace {
 
-// Whether a tensor's memory can be read as that of the recorded one.
-bool is_alike(const Tensor &tensor, const Tensor &recorded) {
-  return tensor.sizes() == recorded.sizes() && tensor.strides() == recorded.strides() && !tensor.is_conj() &&
-         !tensor.is_neg();
-}
-
 void bind_inputs(vt_graph &graph, const Tensor *const *inputs, size_t num_inputs) {
   TORCH_CHECK(num_inputs == graph.inputs.size(), num_inputs, " inputs are given to a graph of ", graph.inputs.size());
   for (size_t i = 0; i < num_inputs; ++i) {
     Input &input = graph.inputs[i];
     const Tensor &given = *inputs[i];
-    TORCH_CHECK(given.scalar_type() == input.recorded.scalar_type() && given.device() == input.recorded.device() &&
-                    given.sizes() == input.recorded.sizes(),
-                "input ", i, " is ", given.toString(), given.sizes(), " on ", given.device(), ", but the graph was recorded with ",
-                input.recorded.toString(), input.recorded.sizes(), " on ", input.recorded.device());
+    check_input(i, given, input.recorded);
     if (input.storage.get() == nullptr)
       continue;
     if (is_alike(given, input.recorded)) {

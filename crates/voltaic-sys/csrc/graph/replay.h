@@ -74,6 +74,12 @@ struct Output {
 at::Tensor output_over(c10::Storage storage, const Geometry &geometry);
 at::Tensor view_over(c10::Storage storage, const Geometry &geometry, c10::DispatchKeySet keys);
 
+// Refuse an input of another kind than the recorded one, and a result of another shape, whose node `misfit` is then.
+void check_input(size_t index, const at::Tensor &given, const at::Tensor &recorded);
+void check_shape(int32_t node, const at::Tensor &result, at::IntArrayRef sizes, int32_t &misfit);
+// Whether a tensor's memory can be read as that of the recorded one.
+bool is_alike(const at::Tensor &tensor, const at::Tensor &recorded);
+
 // What a graph held before it ends.
 void end_holds(const std::vector<Watched> &watched);
 

@@ -112,7 +112,7 @@ impl Segment {
         let passes = if graph.is_on_card { Passes::NONE } else { passes };
         if graph.is_on_card && !HAS_TOLD.swap(true, Ordering::Relaxed) {
             tracing::warn!(
-                "graphs on a Gaudi card run the recorded operators one after the other, in eager mode: no compiled recipe stands behind them"
+                "graphs on a Gaudi card run the recorded operators one after the other, in eager mode: no compiled recipe stands behind them, and no pass of compile runs"
             );
         }
         let program = passes::run(&graph, passes, show::is_asked());
