@@ -221,6 +221,7 @@ fn passes(call: impl Fn(&Tensor) -> anyhow::Result<Tensor>, x: &Tensor) -> anyho
 struct Counts {
     programs: usize,
     nonsense: usize,
+    leaks: usize,
     replays: u64,
     fused: usize,
     frozen: usize,
@@ -330,8 +331,11 @@ fn case(seed: u64, counts: &mut Counts) -> Result<(), String> {
         counts.replays += forms.own.stats().hits;
         counts.fused += plans.iter().map(|plan| plan.num_fused).sum::<usize>();
         counts.frozen += plans.iter().map(|plan| plan.num_frozen).sum::<usize>();
-        if let Some(refusal) = forms.own.refusal() {
-            return Err(format!("refused: {refusal}\n  {:?}", forms.eager));
+        match forms.own.refusal() {
+            // `a.add_(a.gelu())` whose gradient nobody asks for: autograd's node keeps `a`, and `a` keeps the node
+            Some(refusal) if refusal.contains("keeps its result") => counts.leaks += 1,
+            Some(refusal) => return Err(format!("refused: {refusal}\n  {:?}", forms.eager)),
+            None => {}
         }
     }
     Ok(())
@@ -344,6 +348,7 @@ fn compiled_programs_are_as_exact_as_the_code() {
     cases("", some(150, 10_000), |seed| case(seed, &mut counts).map(|()| true));
     println!("{counts:?}");
     assert!(2 * counts.nonsense <= counts.programs, "{counts:?}");
+    assert!(1000 * counts.leaks <= counts.programs.max(1000), "{counts:?}");
     assert!(
         counts.programs < 10
             || (counts.replays > 0 && counts.fused > counts.programs && counts.frozen > counts.programs),
