@@ -1,4 +1,4 @@
-//! Products of float32 matrices by the `gemm` crate.
+//! Products of float32 matrices by the part of the `gemm` crate that is for float32: the whole takes minutes to compile.
 
 /// A product of matrices by their addresses.
 #[derive(Debug, Clone, Copy)]
@@ -18,12 +18,19 @@ impl Product {
     /// All numbers of the matrices must be readable, those of `out` writable and in none of the others; without
     /// `adds` those of `out` may be uninitialised.
     pub unsafe fn run(self) {
-        let [rows, columns, depth] = self.shape;
-        let [out, a, b] = self.strides;
+        let Self { shape: [mut rows, mut columns, depth], strides: [mut out, mut a, mut b], .. } = self;
+        let (mut left, mut right) = (self.a, self.b);
+        // the kernels write columns: of rows, the transposed product is computed
+        if out[1].abs() < out[0].abs() {
+            (rows, columns) = (columns, rows);
+            (left, right) = (right, left);
+            let transposed = |[from_row, from_column]: [isize; 2]| [from_column, from_row];
+            (out, a, b) = (transposed(out), transposed(b), transposed(a));
+        }
         let kept = if self.adds { 1.0 } else { 0.0 };
         // SAFETY: what gemm asks for is what this function does.
         unsafe {
-            gemm::gemm(
+            gemm_f32::gemm::f32::get_gemm_fn()(
                 rows,
                 columns,
                 depth,
@@ -31,10 +38,10 @@ impl Product {
                 out[1],
                 out[0],
                 self.adds,
-                self.a,
+                left,
                 a[1],
                 a[0],
-                self.b,
+                right,
                 b[1],
                 b[0],
                 kept,
@@ -42,7 +49,7 @@ impl Product {
                 false,
                 false,
                 false,
-                gemm::Parallelism::None,
+                gemm_common::Parallelism::None,
             );
         }
     }
