@@ -23,8 +23,7 @@ cp "$root/Cargo.lock" circle/
 cd circle
 
 # your own terminal: neither the workspace's .cargo/config.toml nor a LIBTORCH of the caller's
-env -u LIBTORCH CARGO_TARGET_DIR="$root/target" CARGO_PROFILE_DEV_DEBUG=line-tables-only \
-    CARGO_PROFILE_DEV_BUILD_OVERRIDE_DEBUG=false cargo build
+env -u LIBTORCH CARGO_TARGET_DIR="$root/target" cargo build
 circle="$root/target/debug/circle"
 "$circle" models >out
 expect Net out
