@@ -1,6 +1,6 @@
 //! Trains the head of a network alone at first, and the pretrained rest with it from an epoch on.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ use crate::data::Stage;
 use crate::error::ConfigError;
 use crate::lightning::Callback;
 use crate::module::HookContext;
-use crate::nn::{Member, Module, ModuleExt, Parameter, is_member};
+use crate::nn::{Member, Module, ModuleExt, is_member, join_fqn};
 
 /// What [`BackboneFinetuning`] freezes, and until when.
 #[derive(Defaults, Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -27,8 +27,8 @@ pub struct BackboneFinetuningConfig {
     pub train_bn: bool,
 }
 
-/// Freezes one module of a network, and trains it from an epoch on, at the learning rate of its group of parameters.
-/// Source: Lightning's `BackboneFinetuning`.
+/// Freezes one module of a network, and trains it from an epoch on, at the learning rate of its group of parameters. What was frozen
+/// before the fit stays frozen. Source: Lightning's `BackboneFinetuning`, which trains that, too.
 ///
 /// ```
 /// # use voltaic::callback::{BackboneFinetuning, BackboneFinetuningConfig};
@@ -39,19 +39,19 @@ pub struct BackboneFinetuningConfig {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BackboneFinetuning {
     config: BackboneFinetuningConfig,
-    is_frozen: bool,
+    /// Fqns of the parameters that it has frozen and not unfrozen again.
+    frozen: BTreeSet<String>,
 }
 
 impl BackboneFinetuning {
     /// From its configuration.
     pub fn new(config: BackboneFinetuningConfig) -> Self {
-        Self { config, is_frozen: false }
+        Self { config, frozen: BTreeSet::new() }
     }
 
-    /// Freezes the backbone, or lets all of it be trained.
+    /// Freezes what is trained of the backbone, or lets that be trained again.
     fn set_frozen(&mut self, module: &mut dyn Module, is_frozen: bool) -> anyhow::Result<()> {
-        self.is_frozen = is_frozen;
-        let config = &self.config;
+        let Self { config, frozen } = self;
         let mut found = false;
         each_module(module, "", &mut |fqn, module| {
             if fqn != config.backbone && !is_member(fqn, &config.backbone) {
@@ -60,14 +60,21 @@ impl BackboneFinetuning {
             found = true;
             let (mut own, mut is_batch_norm) = (Vec::new(), false);
             module.members(&mut |name, member| match member {
-                Member::Parameter(parameter) => own.push(parameter.clone()),
+                Member::Parameter(parameter) => own.push((join_fqn(fqn, name), parameter.clone())),
                 Member::Buffer(_) => is_batch_norm |= name == "num_batches_tracked",
                 Member::Module(_) => {}
             });
             if is_batch_norm && config.train_bn {
                 return;
             }
-            own.iter().for_each(|parameter| drop(parameter.set_requires_grad(!is_frozen)));
+            for (fqn, parameter) in own {
+                if is_frozen && parameter.requires_grad() {
+                    frozen.insert(fqn.clone());
+                }
+                if frozen.contains(&fqn) {
+                    _ = parameter.set_requires_grad(!is_frozen);
+                }
+            }
             if is_batch_norm {
                 module.set_training(!is_frozen);
             }
@@ -78,12 +85,21 @@ impl BackboneFinetuning {
             let remedy = format!("name one of its modules: {}", names.join(", "));
             return Err(ConfigError::new("BackboneFinetuning.backbone", what, remedy).into());
         }
+        if frozen.is_empty() {
+            let what = format!("nothing in {:?} is trained: all of it was frozen before", config.backbone);
+            let remedy =
+                "call set_requires_grad(true) on what is to be trained later, or leave the callback out";
+            return Err(ConfigError::new("BackboneFinetuning.backbone", what, remedy).into());
+        }
+        if !is_frozen {
+            frozen.clear();
+        }
         Ok(())
     }
 
     fn unfreeze_if_due(&mut self, ctx: &HookContext, module: &mut dyn Module) -> anyhow::Result<()> {
         let is_due = ctx.current_epoch() >= self.config.unfreeze_backbone_at_epoch;
-        if self.is_frozen && is_due { self.set_frozen(module, false) } else { Ok(()) }
+        if is_due && !self.frozen.is_empty() { self.set_frozen(module, false) } else { Ok(()) }
     }
 }
 
@@ -91,8 +107,7 @@ impl BackboneFinetuning {
 fn each_module(module: &mut dyn Module, fqn: &str, visit: &mut dyn FnMut(&str, &mut dyn Module)) {
     visit(fqn, module);
     module.children_mut(&mut |name, child| {
-        let fqn = if fqn.is_empty() { name.to_owned() } else { format!("{fqn}.{name}") };
-        each_module(child, &fqn, visit);
+        each_module(child, &join_fqn(fqn, name), visit);
     });
 }
 
@@ -108,17 +123,14 @@ impl Callback for BackboneFinetuning {
         let known: HashSet<&str> =
             optimizers.flat_map(|group| group.params()).map(|(fqn, _)| fqn.as_str()).collect();
         let all = module.named_parameters().into_iter();
-        let is_frozen = |(fqn, weight): &(String, Parameter)| {
-            is_member(fqn, &self.config.backbone) && !weight.requires_grad()
-        };
-        let mut frozen = all.filter(is_frozen);
-        let Some((fqn, _)) = frozen.find(|(fqn, _)| !known.contains(fqn.as_str())) else { return Ok(()) };
+        let mut frozen = all.map(|(fqn, _)| fqn).filter(|fqn| self.frozen.contains(fqn));
+        let Some(fqn) = frozen.find(|fqn| !known.contains(fqn.as_str())) else { return Ok(()) };
         let what = format!(
             "no optimizer has {fqn}, which is to be trained from epoch {} on",
             self.config.unfreeze_backbone_at_epoch
         );
         let remedy = "give optimizers all parameters in configure_optimizers, not only those that require grad; they leave \
-                      frozen ones alone";
+                      frozen ones alone; or freeze it yourself before the fit, if it is not to be trained";
         Err(ConfigError::new("BackboneFinetuning.backbone", what, remedy).into())
     }
 

@@ -11,7 +11,9 @@ use crate::error::{ConfigError, write_stderr};
 use crate::graph::Flops;
 use crate::lightning::Callback;
 use crate::module::{CallSizes, HookContext};
-use crate::nn::{CallWatcher, Member, Module, ModuleCall, ModuleExt, ModuleHooks, RemovableHandle, Which};
+use crate::nn::{
+    CallWatcher, Member, Module, ModuleCall, ModuleExt, ModuleHooks, RemovableHandle, Which, join_fqn,
+};
 
 /// What [`ModelSummary`] prints.
 #[derive(Defaults, Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -135,7 +137,7 @@ fn add_rows(module: &dyn Module, prefix: &str, depth: i64, columns: Columns, row
         return;
     }
     module.members(&mut |name, member| {
-        let fqn = if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") };
+        let fqn = join_fqn(prefix, name);
         match member {
             Member::Module(child) => {
                 rows.push(columns.row(&fqn, child.type_name(), child.num_parameters(false), true));

@@ -125,7 +125,7 @@ pub use tensor_tuple::TensorTuple;
 pub use tree::ModuleExt;
 pub use tree::name_parameters;
 pub(crate) use tree::{
-    check_tied, frozen_parameters, load_state_dict_each, refuse_kept, state_dict_of, tied_names,
+    check_tied, frozen_parameters, join_fqn, load_state_dict_each, refuse_kept, state_dict_of, tied_names,
 };
 pub(crate) use unshard::UnshardWatch;
 pub use unshard::take_unshard_failure;

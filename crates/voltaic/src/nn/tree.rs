@@ -341,7 +341,7 @@ impl ModuleExt for dyn Module {
 /// Calls `visit` with the fqn of every member below `module`, depth first.
 fn walk<'a>(module: &'a dyn Module, prefix: &str, visit: &mut dyn FnMut(&str, Member<'a>)) {
     let mut direct = Vec::new();
-    module.members(&mut |name, member| direct.push((join(prefix, name), member)));
+    module.members(&mut |name, member| direct.push((join_fqn(prefix, name), member)));
     // PyTorch lists a module's own parameters and buffers before those of its children
     for (fqn, member) in &direct {
         if !matches!(member, Member::Module(_)) {
@@ -356,6 +356,7 @@ fn walk<'a>(module: &'a dyn Module, prefix: &str, visit: &mut dyn FnMut(&str, Me
     }
 }
 
-fn join(prefix: &str, name: &str) -> String {
+/// Fqn of what has this name in the module of that fqn.
+pub(crate) fn join_fqn(prefix: &str, name: &str) -> String {
     if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") }
 }

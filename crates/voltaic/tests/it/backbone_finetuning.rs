@@ -152,3 +152,28 @@ fn a_recipe_names_it() {
         "configure_optimizers"
     );
 }
+
+#[test]
+fn what_was_frozen_before_stays_frozen() {
+    let fit = |freezes: fn(&str) -> bool| {
+        let _seeded = seeded(7);
+        let mut net = Net::new();
+        let all = net.named_parameters().into_iter();
+        all.filter(|(fqn, _)| freezes(fqn)).for_each(|(_, weight)| drop(weight.set_requires_grad(false)));
+        let before = state(&net);
+        let config = BackboneFinetuningConfig {
+            backbone: "body".into(),
+            unfreeze_backbone_at_epoch: 1,
+            ..Default::default()
+        };
+        let builder = silent().max_epochs(2).limit_val_batches(0).callback(BackboneFinetuning::new(config));
+        builder.build().unwrap().fit(&mut net, &mut loaders()).map_err(|error| error.to_string())?;
+        Ok::<_, String>(vec![before, state(&net)])
+    };
+    let states = fit(|fqn| fqn == "body.linear.weight").unwrap();
+    let changed = changed(&states, 0);
+    assert!(!changed.contains(&"body.linear.weight"), "{changed:?}");
+    assert!(changed.contains(&"body.linear.bias"), "{changed:?}");
+    let error = fit(|fqn| fqn.starts_with("body.")).unwrap_err();
+    assert_contains!(error, r#"nothing in "body" is trained"#, "set_requires_grad(true)");
+}
