@@ -332,7 +332,7 @@ fn case(seed: u64, counts: &mut Counts) -> Result<(), String> {
         counts.fused += plans.iter().map(|plan| plan.num_fused).sum::<usize>();
         counts.frozen += plans.iter().map(|plan| plan.num_frozen).sum::<usize>();
         match forms.own.refusal() {
-            // `a.add_(a.gelu())` whose gradient nobody asks for: autograd's node keeps `a`, and `a` keeps the node
+            // `a.add_(a.gelu())` whose gradient nobody asks for: the node of autograd holds a reference to `a`, and `a` to the node
             Some(refusal) if refusal.contains("keeps its result") => counts.leaks += 1,
             Some(refusal) => return Err(format!("refused: {refusal}\n  {:?}", forms.eager)),
             None => {}
