@@ -2,7 +2,6 @@
 
 mod objects;
 
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::{env, fs, io};
 
@@ -18,7 +17,6 @@ fn main() {
     for path in objects::identity_files(&libtorch) {
         println!("cargo:rerun-if-changed={}", path.display());
     }
-    let sources = objects::sources(Path::new("csrc")).expect("csrc/ lies beside build.rs");
     let mut compiler = cc::Build::new();
     compiler
         .cpp(true)
@@ -27,14 +25,15 @@ fn main() {
         .debug(false) // of libtorch's headers: it doubles the time
         .define("NDEBUG", None) // as libtorch is: inline functions of its headers differ
         .define("AT_PER_OPERATOR_HEADERS", None) // libtorch's headers then bring few operators, not all
+        .define("USE_C10D_GLOO", None) // libtorch's headers then declare the group of processes over Gloo
         .include("csrc")
         .include("csrc/ranks") // for <gloo/..>, which libtorch's headers name
         .flag(format!("-isystem{}", include.display()))
         .flag(format!("-isystem{}", include.join("torch/csrc/api/include").display()))
         .flag("-Wall")
-        .flag("-Wextra");
-    let objects =
-        compile(&compiler, &sources, &libtorch).expect("csrc/ can be read, and the target folder written to");
+        .flag("-Wextra")
+        .flag_if_supported("-Wno-subobject-linkage"); // of structures in files that a unit includes
+    let objects = compile(&compiler, &libtorch).expect("csrc/ can be read, and the target folder written to");
     cc::Build::new().cpp(true).objects(objects).compile("voltaic_shim");
     println!("cargo:rustc-link-search=native={lib_dir}");
     println!("cargo:rustc-link-lib=torch_cpu");
@@ -52,37 +51,33 @@ fn compiler_version(compiler: &cc::Build) -> String {
     text.lines().next().unwrap_or("unknown").trim().to_owned()
 }
 
-/// Compiles what has changed since the last time; all of it takes minutes. Objects lie in the target folder, where debug
-/// and release builds share them, each with a stamp that tells what it was made from.
-fn compile(compiler: &cc::Build, sources: &[PathBuf], libtorch: &Path) -> io::Result<Vec<PathBuf>> {
+/// The objects of the shim, of which those are compiled that no build of this user has compiled before: all take minutes.
+/// They are kept in the user's cache, under names that tell what they were made from, for all crates and profiles.
+fn compile(compiler: &cc::Build, libtorch: &Path) -> io::Result<Vec<PathBuf>> {
     let tool = compiler.get_compiler(); // not as a command, which has variables of each build
-    let command = format!("{:?} {:?}", tool.path(), tool.args());
-    let folder = objects_folder(&command);
-    fs::create_dir_all(&folder)?;
-    let mut objects = Vec::new();
-    let mut stale = Vec::new();
-    for source in sources {
-        let made_from = objects::made_from(source, Path::new("csrc"), libtorch)?;
-        let object = folder.join(objects::name(source, Path::new("csrc")));
-        let stamp = object.with_extension("stamp");
-        if !object.exists() || fs::read_to_string(&stamp).ok().as_ref() != Some(&made_from) {
-            stale.push((source, object.clone(), stamp, made_from));
+    let command = format!("{} {:?} {:?}", compiler_version(compiler), tool.path(), tool.args());
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    let cache = objects::Cache::new(&cache_of_user().unwrap_or_else(|| out.clone()));
+    let (mut kept, mut missing) = (Vec::new(), Vec::new());
+    for (name, text) in objects::units(Path::new("csrc"))? {
+        let unit = out.join(format!("{name}.cpp"));
+        fs::write(&unit, text)?;
+        let made_from = objects::made_from(&unit, Path::new("csrc"), libtorch, &command)?;
+        let object = format!("{name}-{made_from}.o");
+        match cache.get(&object) {
+            Some(path) => kept.push(path),
+            None => missing.push((unit, object)),
         }
-        objects.push(object);
     }
-    let made = compiler.clone().files(stale.iter().map(|(source, ..)| source)).compile_intermediates();
-    for ((_, object, stamp, made_from), compiled) in stale.iter().zip(&made) {
-        let _ = fs::remove_file(stamp); // should this be cut off, there is none
-        fs::rename(compiled, object)?;
-        fs::write(stamp, made_from)?;
-    }
-    Ok(objects)
+    let compiled = compiler.clone().files(missing.iter().map(|(unit, _)| unit)).compile_intermediates();
+    kept.extend(missing.iter().zip(compiled).map(|((_, object), path)| cache.put(object, path)));
+    Ok(kept)
 }
 
-/// A folder for the objects of this compiler with these arguments.
-fn objects_folder(command: &str) -> PathBuf {
-    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")); // target/profile/build/package/out
-    let mut hasher = DefaultHasher::new();
-    command.hash(&mut hasher);
-    out.ancestors().nth(4).unwrap_or(&out).join("voltaic-shim").join(format!("{:016x}", hasher.finish()))
+/// `~/.cache/voltaic/shim`, beside libtorch; none where it cannot be made.
+fn cache_of_user() -> Option<PathBuf> {
+    let variable = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let caches = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")))?;
+    let folder = caches.join("voltaic/shim");
+    fs::create_dir_all(&folder).ok().map(|()| folder)
 }

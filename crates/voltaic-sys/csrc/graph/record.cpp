@@ -1,8 +1,3 @@
-// libtorch is built with NDEBUG, on which the layout of at::RecordFunction depends
-#ifndef NDEBUG
-#define NDEBUG
-#endif
-
 #include "autograd/operators.h"
 #include "error.h"
 #include "graph/abi.h"

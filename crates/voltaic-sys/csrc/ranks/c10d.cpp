@@ -1,6 +1,4 @@
 // Stores and process groups of c10d.
-#define USE_C10D_GLOO
-
 #include "ranks/c10d.h"
 #include "error.h"
 #include "ranks/abi.h"

@@ -36,6 +36,7 @@ impl Registry {
     }
 
     /// The models and data that ship with voltaic.
+    #[inline] // compiled, with all loops for each model, in the crates that call it alone
     pub fn builtin() -> Self {
         Self::new()
             .model::<Classifier<LeNet>>("LeNet")
