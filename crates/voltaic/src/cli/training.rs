@@ -30,7 +30,7 @@ impl Registry {
             .section::<TrainerConfig>("trainer", "The trainer.")
             .optional_section::<OptimizerConfig>("optimizer", "Optimizer in place of the model's own.")
             .optional_section::<LrSchedulerSettings>("lr_scheduler", "Learning rate schedule of `optimizer`.")
-            .check_with(&["trainer", "optimizer", "lr_scheduler"], |request| builder(request)?.check())
+            .check_with(&["trainer", "optimizer", "lr_scheduler"], check)
             .check_with(&["weights"], |request| request.weights().map(drop))
             .seed_with(|seed| Ok(seed_everything(seed)?))
     }
@@ -208,6 +208,11 @@ fn run<M: LightningModule>(
         }
     }
     Ok(())
+}
+
+fn check(request: &RunRequest) -> Result<(), ConfigError> {
+    let builder = builder(request)?;
+    if request.verb() == Verb::Fit { builder.check_fit() } else { builder.check() }
 }
 
 fn builder(request: &RunRequest) -> Result<TrainerBuilder, ConfigError> {

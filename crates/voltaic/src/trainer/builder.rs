@@ -22,8 +22,8 @@ use crate::trainer::config::optimizers::{LrSchedulerSettings, OptimizerOverride}
 use crate::trainer::config::values::{
     Deterministic, FastDevRun, GradientClipAlgorithm, Limit, PluginConfig, ValCheckInterval,
 };
-use crate::trainer::plan::deepspeed;
 use crate::trainer::plan::train_plan::TrainPlan;
+use crate::trainer::plan::{contradictions, deepspeed};
 use crate::trainer::session::session::Run;
 use crate::trainer::trainer::Trainer;
 
@@ -258,8 +258,19 @@ impl TrainerBuilder {
     ///
     /// # Errors
     /// All problems of the configuration together.
-    pub fn check(mut self) -> Result<(), ConfigError> {
+    pub fn check(self) -> Result<(), ConfigError> {
+        self.plan().map(drop)
+    }
+
+    /// [`TrainerBuilder::check`], and what only a fit cannot have.
+    pub(crate) fn check_fit(self) -> Result<(), ConfigError> {
+        self.plan().and_then(|plan| contradictions::refuse_steps(&plan))
+    }
+
+    fn plan(mut self) -> Result<TrainPlan, ConfigError> {
         let silence = tracing::subscriber::NoSubscriber::default();
-        tracing::subscriber::with_default(silence, || resolve(&mut self.config, &mut self.parts)).map(drop)
+        let resolved =
+            tracing::subscriber::with_default(silence, || resolve(&mut self.config, &mut self.parts));
+        resolved.map(|resolved| resolved.plan)
     }
 }

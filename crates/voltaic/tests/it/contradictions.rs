@@ -38,7 +38,7 @@ fn a_limit_of_gradients_that_clips_nothing_is_refused() {
 
 #[test]
 fn compile_is_refused_beside_what_it_cannot_be_combined_with() {
-    let cases: [(Build, &[&str]); 4] = [
+    let cases: [(Build, &[&str]); 3] = [
         (
             |t| t.compile(CompileBackend::HpuBackend).graph(GraphMode::Step),
             &["compile=hpu_backend", "graph=step"],
@@ -51,7 +51,6 @@ fn compile_is_refused_beside_what_it_cannot_be_combined_with() {
                 "leave out trainer.compile or trainer.graph",
             ],
         ),
-        (|t| t.compile(CompileBackend::HpuBackend).strategy("ddp").devices(2), &["a strategy of ranks"]),
         (|t| t.compile(CompileBackend::HpuBackend).detect_anomaly(true), &["detect_anomaly"]),
     ];
     for (build, expected) in cases {
@@ -64,6 +63,38 @@ fn compile_is_refused_beside_what_it_cannot_be_combined_with() {
     let error = trainer.fit(&mut Probe::default(), &mut loaders()).unwrap_err().to_string();
     assert!(error.contains("trainer.compile: aot_hpu_inference_backend in a fit"), "{error}");
     trainer.validate(&mut Probe::default(), &mut loaders()).unwrap();
+}
+
+/// Of several ranks only a fit would record a step; the command line refuses it before it starts them.
+#[test]
+fn steps_of_ranks_are_refused_in_a_fit_alone() {
+    let ways: [(Build, &str); 2] = [
+        (|t| t.graph(GraphMode::Step), "graph=step"),
+        (|t| t.compile(CompileBackend::HpuBackend), "compile=hpu_backend"),
+    ];
+    let two_ranks = [
+        "--model=Mlp",
+        "--data=MnistData",
+        "--trainer.accelerator=cpu",
+        "--trainer.strategy=ddp",
+        "--trainer.devices=2",
+    ];
+    for (build, way) in ways {
+        let mut trainer = build(silent().strategy("ddp").devices(1)).build().unwrap();
+        let error = trainer.fit(&mut Probe::default(), &mut loaders()).unwrap_err().to_string();
+        let refusal = format!("{way} with a strategy of ranks");
+        assert!(error.contains(&refusal), "{error}");
+        let error = trainer.show_graphs(&mut Probe::default(), &mut loaders()).unwrap_err().to_string();
+        assert!(error.contains("compile=hpu_backend with a strategy of ranks"), "{error}");
+        trainer.validate(&mut Probe::default(), &mut loaders()).unwrap();
+
+        let way = format!("--trainer.{way}");
+        let (status, error) = voltaic(&[&["fit", &way], &two_ranks[..]].concat(), &[]);
+        assert!(status == Some(2) && error.matches(&refusal).count() == 1, "{status:?} {error}");
+        let short = "--trainer.limit_test_batches=2";
+        let (status, error) = voltaic(&[&["test", &way, short], &two_ranks[..]].concat(), &[]);
+        assert!(status == Some(0), "{status:?} {error}");
+    }
 }
 
 #[test]

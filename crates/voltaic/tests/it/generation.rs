@@ -230,7 +230,7 @@ pub const MODEL: &str = "--model=Gpt --model.n_layer=2 --model.n_embd=32 --model
 /// names its checkpoint.
 pub fn trained(folder: &Path, text: &str) -> String {
     std::fs::write(folder.join("text.txt"), text.repeat(40)).unwrap();
-    let fit = "fit --trainer.max_steps=200 --trainer.max_epochs=-1 --optimizer=AdamW --optimizer.lr=0.01";
+    let fit = "fit --trainer.graph=step --trainer.max_steps=200 --trainer.max_epochs=-1 --optimizer=AdamW --optimizer.lr=0.01";
     let fit: Vec<&str> = fit.split_whitespace().chain(MODEL.split_whitespace()).collect();
     let (is_ok, _, errors) = voltaic(folder, &fit);
     assert!(is_ok, "{errors}");

@@ -133,6 +133,34 @@ fn idle_limits(config: &TrainerConfig, plan: &TrainPlan, note: &mut impl FnMut(&
     }
 }
 
+/// Keys that ask for training steps which the rest of the plan cannot have. Calls that train nothing take the same plan.
+pub(crate) fn refuse_steps(plan: &TrainPlan) -> Result<(), ConfigError> {
+    let refuse =
+        |key: &str, what: String, remedy| Err(ConfigError::new(format!("trainer.{key}"), what, remedy));
+    let has_ranks = plan.ranks.strategy.is_distributed();
+    match plan.compile.map(|compile| compile.backend) {
+        Some(backend) if !backend.trains() => {
+            let what = format!("{backend} in a fit, for which it has no gradients");
+            let remedy = "use hpu_backend; aot_hpu_inference_backend is for validate, test and predict";
+            return refuse("compile", what, remedy);
+        }
+        Some(backend) if has_ranks => {
+            let what = format!(
+                "compile={backend} with a strategy of ranks: a compiled step would not average their gradients"
+            );
+            let remedy = "leave trainer.compile out, or set strategy=auto on one device";
+            return refuse("compile", what, remedy);
+        }
+        _ => {}
+    }
+    if plan.graph == GraphMode::Step && has_ranks {
+        let what = "graph=step with a strategy of ranks: a replay would not average their gradients";
+        let remedy = "set trainer.graph=modules or off, or strategy=auto on one device";
+        return refuse("graph", what.to_owned(), remedy);
+    }
+    Ok(())
+}
+
 /// Keys that ask the trainer for what a module with manual optimization does itself.
 pub(crate) fn refuse_beside_manual(plan: &TrainPlan) -> Result<(), ConfigError> {
     let mut problems = Vec::new();

@@ -66,8 +66,8 @@ pub(crate) fn resolve(
     let num_sanity_val_steps =
         problems.count("num_sanity_val_steps", config.num_sanity_val_steps.unwrap_or(2));
     let name = accelerator.map_or("cpu", |accelerator| accelerator.name());
-    check_graph(config, name, &ranks, &mut problems);
-    check_compile(config, name, &ranks, &mut problems);
+    check_graph(config, name, &mut problems);
+    check_compile(config, name, &mut problems);
     let PrecisionPlan { precision, fp8, op_lists, lists_are_default, logs_casts } =
         resolve_precision(config, accelerator.ok(), &ranks.strategy, &mut problems);
     let mut plan = TrainPlan {
@@ -186,8 +186,8 @@ fn resolve_activations(config: &TrainerConfig, problems: &mut Problems) -> Activ
     ActivationPlan { modules, treatment, budget: bytes }
 }
 
-/// What graphs cannot be combined with.
-fn check_graph(config: &TrainerConfig, accelerator: &str, ranks: &RankPlan, problems: &mut Problems) {
+/// What graphs cannot be combined with in any call; in a fit there is more: [`contradictions::refuse_steps`].
+fn check_graph(config: &TrainerConfig, accelerator: &str, problems: &mut Problems) {
     if config.graph != GraphMode::Off && accelerator == "cuda" {
         let what =
             format!("graph={} on cuda: operators are recorded on cpu and emulated HPUs only", config.graph);
@@ -197,17 +197,10 @@ fn check_graph(config: &TrainerConfig, accelerator: &str, ranks: &RankPlan, prob
         let what = format!("graph={} with detect_anomaly: a replay runs no checks", config.graph);
         problems.add("graph", what, "set trainer.graph=off, or trainer.detect_anomaly=false");
     }
-    if config.graph == GraphMode::Step && ranks.strategy.is_distributed() {
-        let what = format!(
-            "graph={} with a strategy of ranks: a replay would not average their gradients",
-            config.graph
-        );
-        problems.add("graph", what, "set trainer.graph=modules or off, or strategy=auto on one device");
-    }
 }
 
-/// What compiled steps cannot be combined with.
-fn check_compile(config: &TrainerConfig, accelerator: &str, ranks: &RankPlan, problems: &mut Problems) {
+/// The same of compiled steps and modules.
+fn check_compile(config: &TrainerConfig, accelerator: &str, problems: &mut Problems) {
     let Some(backend) = config.compile.map(|compile| compile.backend) else { return };
     if config.graph != GraphMode::Off {
         let what = format!(
@@ -223,12 +216,6 @@ fn check_compile(config: &TrainerConfig, accelerator: &str, ranks: &RankPlan, pr
     if config.detect_anomaly {
         let what = format!("compile={backend} with detect_anomaly: a compiled step runs no checks");
         problems.add("compile", what, "leave trainer.compile out, or set trainer.detect_anomaly=false");
-    }
-    if ranks.strategy.is_distributed() {
-        let what = format!(
-            "compile={backend} with a strategy of ranks: a compiled step would not average their gradients"
-        );
-        problems.add("compile", what, "leave trainer.compile out, or set strategy=auto on one device");
     }
 }
 

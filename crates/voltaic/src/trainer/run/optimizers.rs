@@ -42,12 +42,6 @@ pub(crate) fn configure_optimizers<M: LightningModule>(session: &mut Session<M>)
     if session.options.is_own_loop {
         return Ok(());
     }
-    let backend = session.plan.compile.map(|compile| compile.backend);
-    if let Some(backend) = backend.filter(|backend| !backend.trains()) {
-        let what = format!("{backend} in a fit, for which it has no gradients");
-        let remedy = "use hpu_backend; aot_hpu_inference_backend is for validate, test and predict";
-        return Err(ConfigError::new("trainer.compile", what, remedy).into());
-    }
     if !session.module.automatic_optimization() {
         return Ok(contradictions::refuse_beside_manual(session.plan)?);
     }

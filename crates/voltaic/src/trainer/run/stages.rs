@@ -24,6 +24,7 @@ use crate::precision::{log_casts, set_run_lists};
 use crate::profiler::ProfiledRun;
 use crate::strategy::Votes;
 use crate::trainer::config::values::{InitialWeights, Limit};
+use crate::trainer::plan::contradictions;
 use crate::trainer::plan::limits::limit_batches;
 use crate::trainer::plan::train_plan::{ActivationPlan, TrainPlan};
 use crate::trainer::run::eval::EvalLoaders;
@@ -46,6 +47,7 @@ impl Run {
         data: &mut dyn DataModule<Batch = M::Batch>,
         options: &CallOptions,
     ) -> Result<()> {
+        contradictions::refuse_steps(plan)?;
         let _engine = ffi::SingleThreadedEngine::enter()?;
         let _checkpoints = plan.checkpoints.enter();
         self.forget_last_fit(plan);
