@@ -332,7 +332,7 @@ fn case(seed: u64, counts: &mut Counts) -> Result<(), String> {
         counts.fused += plans.iter().map(|plan| plan.num_fused).sum::<usize>();
         counts.frozen += plans.iter().map(|plan| plan.num_frozen).sum::<usize>();
         match forms.own.refusal() {
-            // `a.add_(a.gelu())` whose gradient nobody asks for: autograd leaks it, a reference cycle of `a` and its `grad_fn`
+            // `a.add_(a.gelu())` leaks in autograd itself unless backward runs: `a` and its `grad_fn` hold references to each other
             Some(refusal) if refusal.contains("keeps its result") => counts.leaks += 1,
             Some(refusal) => return Err(format!("refused: {refusal}\n  {:?}", forms.eager)),
             None => {}
