@@ -13,7 +13,6 @@ use crate::config::Survey;
 use crate::error::{ConfigError, ConfigProblem};
 use crate::ffi;
 use crate::nn::init;
-use crate::trainer::TrainerConfig;
 
 /// A model or data module that is made from configuration keys.
 ///
@@ -157,10 +156,8 @@ impl Registry {
         let (for_build, for_run) = (name.to_owned(), name.to_owned());
         let build = move |request: &RunRequest| {
             let make = || make::<M>("model", &for_build, request);
-            let trainer = request.section::<TrainerConfig>("trainer");
-            let is_sharded = trainer.is_ok_and(|trainer| trainer.strategy.may_shard_weights());
             let model = match request.verb() {
-                _ if is_sharded => init::deferred(make),
+                _ if request.may_shard_weights() => init::deferred(make),
                 // none is left as it is drawn, and a text has its own random numbers
                 Verb::Generate if request.takes_all_weights() => init::without_draws(make),
                 _ => make(),

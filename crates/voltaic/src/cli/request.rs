@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::config::{Origins, Settings, deserialize_at, to_yaml};
 use crate::error::{ConfigError, ConfigProblem, Problem};
 use crate::generation::GenerationConfig;
-use crate::trainer::{InitialWeights, Trainer};
+use crate::trainer::{InitialWeights, Trainer, TrainerConfig};
 
 /// What a run does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -247,6 +247,13 @@ impl RunRequest {
     /// Whether all weights come from a file.
     pub(super) fn takes_all_weights(&self) -> bool {
         self.ckpt_path().is_some() || self.weights().is_ok_and(|weights| weights.is_some_and(|of| of.strict))
+    }
+
+    /// Whether the strategy may shard the weights. Not in code that is generic over the model: each program would compile the
+    /// readers of all settings again.
+    pub(super) fn may_shard_weights(&self) -> bool {
+        let trainer: Result<TrainerConfig, _> = self.section("trainer");
+        trainer.is_ok_and(|trainer| trainer.strategy.may_shard_weights())
     }
 
     /// Whether this runs a model that neither was trained nor has weights of a file.

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use crate::accelerator::rng;
 use crate::data::{Batch, DataLoader, EpochRange, Stage};
-use crate::distributed::{AbsentRanks, collective_scope};
+use crate::distributed::{AbsentRanks, World, collective_scope};
 use crate::error::{Error, Result};
 use crate::ffi::{InferenceMode, note_writes};
 use crate::module::{BatchFacts, Hook, LightningModule, NotImplemented, StepOutput};
@@ -21,6 +21,13 @@ pub type EvalMetrics = Vec<(String, f64)>;
 pub(crate) struct EvalLoaders<'a, B: Batch> {
     pub loaders: &'a [DataLoader<B>],
     pub num_batches: &'a [usize],
+}
+
+/// What each rank has: the number of batches of each loader, and how many of them are predicted already.
+fn batches_of_ranks(world: &World, own: (Vec<usize>, Vec<usize>)) -> Result<Vec<(Vec<usize>, Vec<usize>)>> {
+    let Some(group) = world.peers() else { return Ok(vec![own]) };
+    let _named = collective_scope("numbers of batches");
+    group.all_gather_object(&own)
 }
 
 impl<M: LightningModule> Session<'_, M> {
@@ -189,13 +196,7 @@ impl<M: LightningModule> Session<'_, M> {
             Stage::Predict => (0..data.loaders.len()).map(|loader| done(loader).unwrap_or(0)).collect(),
             _ => vec![0; data.loaders.len()],
         };
-        let of_ranks = match self.run.world().group().cloned() {
-            Some(group) if group.world_size() > 1 => {
-                let _named = collective_scope("numbers of batches");
-                group.all_gather_object(&(data.num_batches.to_vec(), done))?
-            }
-            _ => vec![(data.num_batches.to_vec(), done)],
-        };
+        let of_ranks = batches_of_ranks(self.run.world(), (data.num_batches.to_vec(), done))?;
         let first_batch = |loader: usize| of_ranks.iter().map(|(_, done)| done[loader]).min().unwrap_or(0);
         let first_batches: Vec<usize> = (0..data.loaders.len()).map(first_batch).collect();
         let num_batches_of_ranks: Vec<Vec<usize>> =

@@ -10,7 +10,7 @@ use crate::callback::Callback;
 use crate::checkpoint::Progress;
 use crate::config::expand_home;
 use crate::data::{DataLoader, DataModule, Stage};
-use crate::distributed::collective_scope;
+use crate::distributed::{World, collective_scope};
 use crate::error::{ConfigError, Result, first_of};
 use crate::ffi;
 use crate::module::{BatchFacts, Hook, LightningModule, MetricStore, Requests, RunFacts};
@@ -329,7 +329,7 @@ impl<M: LightningModule> Session<'_, M> {
         self.add_callbacks(callbacks);
         let fail = |hook| move |source| hook_error(hook, &Progress::default(), source);
         let prepared = if self.run.world().local_rank == 0 { self.prepare_data() } else { Ok(()) };
-        self.all_have_prepared(prepared)?;
+        all_have_prepared(self.run.world(), prepared)?;
         let action = self.profile_data("setup")?;
         guarded(|| self.data.setup(stage)).map_err(fail("setup of the data module"))?;
         drop(action);
@@ -380,22 +380,6 @@ impl<M: LightningModule> Session<'_, M> {
         self.module_method("prepare_data", |module| module.prepare_data())
     }
 
-    /// Waits for what others fetch. All ranks end if one of them could not.
-    fn all_have_prepared(&self, own: Result<()>) -> Result<()> {
-        let Some(group) = self.run.world().peers() else { return own };
-        let _named = collective_scope("prepare_data");
-        let failure = own.as_ref().err().map(ToString::to_string);
-        let all = group.all_gather_object(&failure);
-        own?;
-        match all?.into_iter().enumerate().find_map(|(rank, failure)| Some((rank, failure?))) {
-            None => Ok(()),
-            Some((rank, text)) => {
-                let source = anyhow::anyhow!("rank {rank} has failed: {text}");
-                Err(hook_error("prepare_data", &Progress::default(), source))
-            }
-        }
-    }
-
     /// Adds the module's callbacks in place of those of the same type, and puts all into the order in which they run.
     fn add_callbacks(&mut self, callbacks: Vec<Box<dyn Callback>>) {
         let Run { callbacks: own, replaced, .. } = &mut *self.run;
@@ -430,6 +414,22 @@ pub(crate) fn no_module(root: &dyn Module, name: &str) -> ConfigError {
     known.dedup();
     let remedy = format!("use one of the types {}, or an fqn of module.named_modules()", known.join(", "));
     ConfigError::new("trainer.activation_checkpointing", what, remedy)
+}
+
+/// Waits for what others fetch. All ranks end if one of them could not.
+fn all_have_prepared(world: &World, own: Result<()>) -> Result<()> {
+    let Some(group) = world.peers() else { return own };
+    let _named = collective_scope("prepare_data");
+    let failure = own.as_ref().err().map(ToString::to_string);
+    let all = group.all_gather_object(&failure);
+    own?;
+    match all?.into_iter().enumerate().find_map(|(rank, failure)| Some((rank, failure?))) {
+        None => Ok(()),
+        Some((rank, text)) => {
+            let source = anyhow::anyhow!("rank {rank} has failed: {text}");
+            Err(hook_error("prepare_data", &Progress::default(), source))
+        }
+    }
 }
 
 /// Hyper-parameters of module and data for the loggers; null if they are to get none.

@@ -106,7 +106,7 @@ impl Searcher<'_> {
                     config.limit_val_batches = Some(Limit::Batches(steps));
                 }
             };
-            let mut trial = self.trial("BatchSizeFinder", steps, change, None)?;
+            let mut trial = self.trial("BatchSizeFinder", steps, &change, None)?;
             trial.options.batch_size = Some(size);
             let result = trial.run(module, data, stage);
             let samples = trial.run.facts.num_samples;

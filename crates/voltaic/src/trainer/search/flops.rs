@@ -79,7 +79,7 @@ impl Searcher<'_> {
         let counted = recorder.counted.clone();
         let without_graph =
             |config: &mut TrainerConfig| (config.graph, config.compile) = (GraphMode::Off, None);
-        let mut trial = self.trial("measure_flops", 1, without_graph, Some(Box::new(recorder)))?;
+        let mut trial = self.trial("measure_flops", 1, &without_graph, Some(Box::new(recorder)))?;
         let result = trial.run(module, data, Stage::Fit);
         trial.restore(module)?;
         result?;

@@ -28,7 +28,7 @@ impl Searcher<'_> {
             config.accumulate_grad_batches = window;
             config.overfit_batches = Limit::Batches(window); // the same ones in each step
         };
-        let mut trial = self.trial("graph show", STEPS, compiled, None)?;
+        let mut trial = self.trial("graph show", STEPS, &compiled, None)?;
         let (result, graphs) = shown(|| trial.run(module, data, Stage::Fit));
         let refusal = trial.run.graphs.refusal.clone();
         trial.restore(module)?;

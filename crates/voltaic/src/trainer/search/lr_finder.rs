@@ -153,7 +153,7 @@ impl Searcher<'_> {
         let windows = |trial: &mut TrainerConfig| {
             trial.accumulate_grad_batches = self.config.accumulate_grad_batches;
         };
-        let mut trial = self.trial("LearningRateFinder", steps, windows, Some(Box::new(probe)))?;
+        let mut trial = self.trial("LearningRateFinder", steps, &windows, Some(Box::new(probe)))?;
         let result = trial.run(module, data, Stage::Fit);
         trial.restore(module)?;
         result?;

@@ -43,7 +43,7 @@ impl Searcher<'_> {
         &self,
         what: &str,
         steps: u64,
-        change: impl FnOnce(&mut TrainerConfig),
+        change: &dyn Fn(&mut TrainerConfig),
         probe: Option<Box<dyn Callback>>,
     ) -> Result<Trial> {
         let world_size = self.run.world().world_size;

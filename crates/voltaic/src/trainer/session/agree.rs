@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::config::format_size;
-use crate::distributed::{World, collective_scope};
+use crate::distributed::{ProcessGroup, World, collective_scope};
 use crate::error::{CheckpointError, Error, Problem, Result};
 use crate::module::{LightningModule, Requests};
 use crate::nn::kept_within;
@@ -148,21 +148,29 @@ impl<M: LightningModule> Session<'_, M> {
 /// [`CheckpointError::OnRanks`] if a rank has failed. An error of the connections stays as it is, without a collective.
 pub(crate) fn agreed<T>(world: &World, action: &'static str, path: &Path, done: Result<T>) -> Result<T> {
     let Some(group) = world.peers() else { return done };
-    let (own, done) = match done {
-        Ok(done) => (None, Some(done)),
-        Err(error @ Error::Distributed(_)) => return Err(error), // the other ranks may be gone
-        Err(error) => (Some(problem_of(error, world.rank)), None),
+    let (done, error) = match done {
+        Ok(done) => (Some(done), None),
+        Err(error) => (None, Some(error)),
     };
-    let failed = match (group.all_gather_object(&own), own) {
-        (Err(_), Some(own)) => Some(own), // the other ranks are gone
-        (all, _) => all?.into_iter().flatten().next(),
-    };
+    let failed = first_failure(group, error)?;
     match (failed, done) {
         (None, Some(done)) => Ok(done),
         (failed, _) => {
             let problem = failed.unwrap_or_else(|| Problem::new("", ""));
             Err(CheckpointError::OnRanks { action, path: path.to_path_buf(), problem }.into())
         }
+    }
+}
+
+/// The first failure of a rank, on all.
+fn first_failure(group: &ProcessGroup, own: Option<Error>) -> Result<Option<Problem>> {
+    let own = match own {
+        Some(error @ Error::Distributed(_)) => return Err(error), // the other ranks may be gone
+        own => own.map(|error| problem_of(error, group.rank())),
+    };
+    match (group.all_gather_object(&own), own) {
+        (Err(_), Some(own)) => Ok(Some(own)), // the other ranks are gone
+        (all, _) => Ok(all?.into_iter().flatten().next()),
     }
 }
 

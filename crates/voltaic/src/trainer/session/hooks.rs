@@ -344,17 +344,22 @@ pub(crate) fn without_panic<T>(body: impl FnOnce() -> anyhow::Result<T>) -> anyh
     let was_guarded = GUARDED.replace(true);
     let result = catch_unwind(AssertUnwindSafe(body));
     GUARDED.set(was_guarded);
-    let result = result.unwrap_or_else(|_| {
-        let message = MESSAGE.take().unwrap_or_else(|| "panic without a message".to_owned());
-        Err(anyhow::anyhow!("panicked: {message}"))
-    });
-    result.map_err(|error| {
-        let is_of_torch = error.root_cause().is::<TchError>() && error.downcast_ref::<Place>().is_none();
-        match is_of_torch.then(|| Place::of(error.backtrace())).flatten() {
-            Some(place) => error.context(place),
-            None => error,
-        }
-    })
+    result.unwrap_or_else(|_| Err(of_panic())).map_err(with_place)
+}
+
+/// The error of the panic that was caught last.
+fn of_panic() -> anyhow::Error {
+    let message = MESSAGE.take().unwrap_or_else(|| "panic without a message".to_owned());
+    anyhow::anyhow!("panicked: {message}")
+}
+
+/// An error of libtorch with the user's file and line, if its backtrace has them.
+fn with_place(error: anyhow::Error) -> anyhow::Error {
+    let is_of_torch = error.root_cause().is::<TchError>() && error.downcast_ref::<Place>().is_none();
+    match is_of_torch.then(|| Place::of(error.backtrace())).flatten() {
+        Some(place) => error.context(place),
+        None => error,
+    }
 }
 
 #[cfg(test)]
